@@ -1,0 +1,28 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# `tests.support` is imported from the root, whatever directory pytest was started in.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.support.template import Template
+
+
+@pytest.fixture(scope="session")
+def _session_template() -> Iterator[Template]:
+    with Template() as template:
+        yield template
+
+
+@pytest.fixture
+def template(_session_template: Template) -> Iterator[Template]:
+    """The session's pre-imported process; a test that leaves processes behind fails."""
+    yield _session_template
+    left = _session_template.kill_orphans()
+    assert not left, f"processes {left} survived the test"
