@@ -1,0 +1,64 @@
+"""The record of an epoch: a number that only grows, and who is what in it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What every agent and rank is told when the world changes.
+
+    Attributes:
+        number: grows by one with every change; anything that carries an older one is ignored.
+        cause: one sentence for people.
+        slots: node id bound to each slot; global rank ``slot * nproc_per_node + local_rank``.
+        nproc_per_node: ranks per node.
+        fresh: ranks start from their own start-up state (first start, or nothing was protected yet).
+        newcomers: ranks whose process is new in this epoch; all others kept running.
+        store: ``(address, port)`` of the epoch's TCPStore.
+        token: secret prefix of all its keys.
+    """
+
+    number: int
+    cause: str
+    slots: tuple[str, ...]
+    nproc_per_node: int
+    fresh: bool
+    newcomers: tuple[int, ...] = ()
+    store: tuple[str, int] = ("", 0)
+    token: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.slots) * self.nproc_per_node
+
+    def ranks_of(self, node: str) -> tuple[int, ...]:
+        """Global ranks on a node; empty when it holds no slot."""
+        if node not in self.slots:
+            return ()
+        first = self.slots.index(node) * self.nproc_per_node
+        return tuple(range(first, first + self.nproc_per_node))
+
+    def node_of(self, rank: int) -> str:
+        """The node a global rank runs on."""
+        return self.slots[rank // self.nproc_per_node]
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Epoch:
+        """From :meth:`to_json`'s object."""
+        return cls(
+            **{
+                **data,
+                "slots": tuple(data["slots"]),
+                "newcomers": tuple(data["newcomers"]),
+                "store": (str(data["store"][0]), int(data["store"][1])),
+            }
+        )
