@@ -1,0 +1,16 @@
+"""Who is alive, who does what, and the processes of a node.
+
+===============  ==============================================================================
+``cli``          ``megatron-resilience launch ...``
+``options``      the launcher's options, validated (pure)
+``launcher``     starts this node's agent, or all of them on one machine
+``agent``        one per node: its ranks, its memory, its place among the agents
+``membership``   who leads, and when a side may go on without the other (pure)
+``coordinator``  decides: events in, actions out (pure)
+``leader``       the thin process around the coordinator, in one of the agents
+``peers``        authenticated messages between agents
+``channel``      messages and descriptors between an agent and a process of its node
+``zygote``       forks ranks from one pre-imported process
+``link``         a rank's end of its channel
+===============  ==============================================================================
+"""

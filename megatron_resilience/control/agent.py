@@ -1,0 +1,523 @@
+"""One agent per node: starts and watches its ranks, keeps its memory, and is one among the agents.
+
+The agents form a star around the one that leads. When it goes, the next in order of joining leads: every agent
+carries the last state it was told, and says again what its ranks have said in the current epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from megatron_resilience.control import coordinator as c
+from megatron_resilience.control.leader import Leader
+from megatron_resilience.control.membership import Evidence, next_leader
+from megatron_resilience.control.node import Node, RankProcess
+from megatron_resilience.control.options import LaunchOptions, split_endpoint
+from megatron_resilience.control.peers import Peer, accept, connect
+from megatron_resilience.control.zygote import die_with_parent, start_zygote
+from megatron_resilience.errors import ControlError, ResilienceError
+from megatron_resilience.observe.events import EventLog
+from megatron_resilience.topology.epoch import Epoch
+
+_HEARTBEAT_S = 1.0
+_RETRY_S = 0.05
+_REMEMBERED = ("ready", "holdings", "joined", "stepped", "finished", "broken")
+UNBLOCK_TIMEOUT_S = 30.0
+"""After a new epoch, a rank that is not back at the door by then is killed and started again in place."""
+
+
+class Agent:
+    """See the module.
+
+    Args:
+        options: the launcher's.
+        node: this node's id, unique in the job.
+        order: its node rank.
+        address: of the configured interface.
+        endpoint: where the agent of node rank 0 listens.
+        secret: the job's.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        node: str,
+        order: int,
+        address: str,
+        endpoint: tuple[str, int],
+        secret: bytes,
+        listener: socket.socket | None = None,
+    ) -> None:
+        self._options = options
+        self._id = node
+        self._order = order
+        self._address = address
+        self._endpoint = endpoint
+        self._secret = secret
+        self._listener = listener
+        self._settings = c.Settings(options.nnodes, options.spares, options.nproc_per_node, options.max_restarts)
+        self._events = EventLog(options.events, node)
+        self._leader: Leader | None = None
+        self._to_leader: Peer | None = None
+        self._followers: dict[str, Peer] = {}
+        self._addresses: dict[str, tuple[str, int]] = {}
+        self._state: dict[str, Any] = {"version": 0, "state": None, "addresses": {}}
+        self._epoch: Epoch | None = None
+        self._running = False
+        self._passed: dict[str, Evidence] = {}
+        self._ended: asyncio.Future[int] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        zygote_pid, self._zygote = start_zygote(options.script)
+        self._zygote_pid = zygote_pid
+        self.node = Node(node, address, options, self._zygote, self._watch)
+
+    async def run(self) -> int:
+        """Runs until the job ends; returns its exit status."""
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, self._broadcast_end, 128 + sig, f"signal {sig} received")
+        try:
+            await self._listen()
+            loop.add_reader(self._zygote.sock, self._read_zygote)
+            if self._order == 0:
+                self._lead(c.Coordinator(self._settings))
+                self._leader_event(c.NodeJoined(self._id, self._order))
+            else:
+                await self._follow(self._endpoint, first=True)
+            self._spawn(self._tick())
+            # Whoever leads hosts the epochs' stores; a successor has no time to import torch then.
+            self._spawn(asyncio.to_thread(importlib.import_module, "megatron_resilience.transport.store"))
+            return await self._ended
+        finally:
+            self._server.close()
+            self.node.end_all()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._zygote_pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._zygote_pid, 0)
+
+    # -- network -----------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        if self._listener is None:
+            port = self._endpoint[1] if self._order == 0 else 0
+            self._listener = bind(self._address, port)
+        self._server = await asyncio.start_server(self._accepted, sock=self._listener)
+        self._port = self._listener.getsockname()[1]
+        self._addresses[self._id] = (self._address, self._port)
+
+    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Cancelled when the job ends, which asyncio's server would report as an error.
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._serve(reader, writer)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            peer = await accept(reader, writer, self._secret)
+            hello = await peer.receive()
+        except ControlError as error:
+            writer.close()
+            _say(f"refused a connection from {writer.get_extra_info('peername')}: {error}")
+            return
+        if hello is None or hello.get("kind") != "hello" or self._leader is None:
+            peer.close()
+            return
+        node = hello["node"]
+        self._followers[node] = peer
+        self._addresses[node] = (hello["address"][0], hello["address"][1])
+        if hello["state"]["version"] > self._leader.version and hello["state"]["state"]:
+            # The predecessor told this follower more than us before it died.
+            self._leader.machine = c.Coordinator.from_json(self._settings, hello["state"]["state"])
+            self._leader.version = hello["state"]["version"]
+        if node not in self._leader.machine.alive:
+            self._leader_event(c.NodeJoined(node, hello["order"]))
+        self._share_addresses()
+        self._leader.publish_again()
+        if self._leader.machine.epoch is not None:
+            peer.send({"kind": "epoch", "epoch": self._leader.machine.epoch.to_json()})
+            if self._leader.machine.phase is c.Phase.RUNNING:
+                peer.send({"kind": "running"})
+        evidence = await self._read_peer(peer, lambda m: self._from_agent(node, m))
+        if self._followers.get(node) is peer:
+            del self._followers[node]
+            if self._ended and not self._ended.done():
+                self._leader.lost(node, evidence)
+
+    async def _read_peer(self, peer: Peer, handle: Any) -> Evidence:
+        """Reads until the other side is gone; says how that is known."""
+        while True:
+            try:
+                message = await asyncio.wait_for(peer.receive(), self._options.heartbeat_timeout_s)
+            except TimeoutError:
+                peer.close()
+                return Evidence.SILENT
+            except ControlError as error:
+                _say(str(error))
+                message = None
+            if message is None:
+                peer.close()
+                return Evidence.CLOSED
+            if message["kind"] != "beat":
+                handle(message)
+
+    async def _follow(self, endpoint: tuple[str, int], first: bool = False) -> None:
+        """Connects to the agent that leads and says everything it must know of this node."""
+        patience = time.monotonic() + (60.0 if first else self._options.heartbeat_timeout_s)
+        while True:
+            try:
+                peer = await connect(*endpoint, self._secret)
+                break
+            except OSError as error:
+                if time.monotonic() > patience:
+                    raise ControlError(
+                        f"no agent answers at {endpoint[0]}:{endpoint[1]} ({error.strerror or error}): "
+                        "is --rdzv-endpoint right, and was the node of rank 0 started?"
+                    ) from error
+                await asyncio.sleep(_RETRY_S)
+        self._to_leader = peer
+        peer.send(
+            {
+                "kind": "hello",
+                "node": self._id,
+                "order": self._order,
+                "address": self._addresses[self._id],
+                "state": self._state,
+            }
+        )
+        for process in self.node.ranks.values():
+            for message in process.said.values():
+                peer.send(message)
+        self._spawn(self._stay(peer))
+
+    async def _stay(self, peer: Peer) -> None:
+        heard = False
+
+        def handle(message: dict[str, Any]) -> None:
+            nonlocal heard
+            heard = True
+            self._from_leader(message)
+
+        evidence = await self._read_peer(peer, handle)
+        if self._ended is None or self._ended.done() or self._to_leader is not peer:
+            return None
+        self._to_leader = None
+        if not heard and self._state["state"] is None:
+            return self._finish(
+                1,
+                "the agent of node rank 0 closed the connection before this node could join: it ended, or the job's secret "
+                "differs here (--secret-file, $MEGATRON_RESILIENCE_SECRET)",
+            )
+        return await self._succeed(evidence, heard)
+
+    async def _succeed(self, evidence: Evidence, heard: bool) -> None:
+        """The agent that led is gone: the next in order leads, perhaps this one."""
+        state = self._state["state"]
+        if state is None:
+            return self._finish(1, "the agent that led is gone before the job began")
+        roster: dict[str, int] = state["roster"]
+        if heard:
+            led = next_leader(roster, set(state["gone"]) | set(self._passed))
+            if led is not None:
+                self._passed[led] = evidence
+        candidate = next_leader(roster, set(state["gone"]) | set(self._passed))
+        if candidate is None or candidate == self._id:
+            self._lead(c.Coordinator.from_json(self._settings, state))
+            assert self._leader is not None
+            self._leader.version = self._state["version"]
+            self._spawn(self._take_over(dict(self._passed)))
+            return None
+        endpoint = self._state["addresses"][candidate]
+        try:
+            await asyncio.sleep(0 if heard else _RETRY_S)
+            await self._follow((endpoint[0], endpoint[1]))
+        except ControlError:
+            self._passed[candidate] = Evidence.SILENT
+            await self._succeed(Evidence.SILENT, heard=False)
+        return None
+
+    async def _take_over(self, passed: dict[str, Evidence]) -> None:
+        """As successor: waits for the others to find us, then reports those that did not."""
+        assert self._leader is not None
+        _say(f"node {self._id} leads now")
+        self._events.write("leader", node=self._id)
+        waiting_until = time.monotonic() + self._options.heartbeat_timeout_s
+        while time.monotonic() < waiting_until:
+            expected = set(self._leader.machine.alive) - set(passed) - {self._id}
+            if expected <= set(self._followers):
+                break
+            await asyncio.sleep(_RETRY_S / 5)
+        for process in self.node.ranks.values():
+            for message in process.said.values():
+                self._leader.message(self._id, message)
+        for node in list(self._leader.machine.alive):
+            if node != self._id and node not in self._followers:
+                self._leader.lost(node, passed.get(node, Evidence.SILENT))
+
+    # -- leading -----------------------------------------------------------------------------------
+
+    def _lead(self, machine: c.Coordinator) -> None:
+        self._leader = Leader(self._id, self._address, machine, self._send_to_agent, self._events)
+
+    def _leader_event(self, event: c.Event) -> None:
+        assert self._leader is not None
+        self._leader.event(event)
+
+    def _send_to_agent(self, node: str, message: dict[str, Any]) -> None:
+        if node == self._id:
+            # Not at once: the machine is in the middle of an event.
+            asyncio.get_running_loop().call_soon(self._from_leader, message)
+        elif node in self._followers:
+            self._followers[node].send(message)
+
+    def _share_addresses(self) -> None:
+        for peer in self._followers.values():
+            peer.send({"kind": "addresses", "addresses": self._addresses})
+        self._state["addresses"] = dict(self._addresses)
+
+    def _from_agent(self, node: str, message: dict[str, Any]) -> None:
+        assert self._leader is not None
+        if message["kind"] == "end":
+            self._leader.event(c.RankFatal(-1, message["message"]))
+            return
+        self._leader.message(node, message)
+
+    # -- following ---------------------------------------------------------------------------------
+
+    def _from_leader(self, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "state":
+            self._passed = {}
+            self._state = {**self._state, "version": message["version"], "state": message["state"]}
+        elif kind == "addresses":
+            self._state["addresses"] = message["addresses"]
+        elif kind == "epoch":
+            self._enter(Epoch.from_json(message["epoch"]))
+        elif kind == "plan":
+            self.node.plan(message)
+        elif kind == "running":
+            self._running = True
+            self._prepare()
+        elif kind == "stop":
+            self._finish(message["status"], message["message"])
+
+    def _enter(self, epoch: Epoch) -> None:
+        if self._epoch is not None and epoch.number <= self._epoch.number:
+            return
+        self._epoch = epoch
+        self._running = False
+        self.node.enter(epoch)
+        asyncio.get_running_loop().call_later(UNBLOCK_TIMEOUT_S, self._unblock, epoch)
+
+    def _unblock(self, epoch: Epoch) -> None:
+        """Kills what did not leave the dead world; a killed rank is started again in place."""
+        if self._epoch is not epoch or epoch.fresh:
+            return
+        for process in self.node.ranks.values():
+            if not process.newcomer and process.ready_epoch < epoch.number and process.pid is not None:
+                _say(f"rank {process.rank} does not leave the old world, it is killed and started again")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+    def _prepare(self) -> None:
+        """A spare gets ranks ready once training runs: until then the machine has better things to do."""
+        if self._epoch is None or self._id in self._epoch.slots or not self._running:
+            return
+        slots = self._options.spare_skeletons
+        if slots is None:
+            slots = 1 if os.path.exists("/proc/driver/nvidia/version") else len(self._epoch.slots)
+        self.node.prepare(self._epoch, slots)
+
+    # -- this node's processes ---------------------------------------------------------------------
+
+    def _watch(self, process: RankProcess) -> None:
+        asyncio.get_running_loop().add_reader(process.channel.sock, self._read_rank, process)
+
+    def _read_rank(self, process: RankProcess) -> None:
+        received = process.channel.receive()
+        if received is None:
+            asyncio.get_running_loop().remove_reader(process.channel.sock)
+            return
+        message, _ = received
+        kind = message["kind"]
+        if kind == "progress":
+            process.generation = message["generation"]
+        elif kind == "memory":
+            self.node.provide_memory(process, message["sizes"])
+        elif self.node.ranks.get(process.rank) is process:
+            message.setdefault("rank", process.rank)
+            self._report(process, message)
+            if kind == "ready" and self._epoch is not None:
+                process.ready_epoch = message["epoch"]
+                if self.node.all_ready(self._epoch):
+                    newest = max(p.generation for p in self.node.ranks.values())
+                    held = {"kind": "holdings", "epoch": self._epoch.number, "holdings": self.node.holdings()}
+                    self._report(process, {**held, "newest": newest})
+
+    def _report(self, process: RankProcess, message: dict[str, Any]) -> None:
+        if message["kind"] == "ready":
+            process.said.clear()
+        if message["kind"] in _REMEMBERED:
+            process.said[message["kind"]] = message
+        self._tell_leader(message)
+
+    def _tell_leader(self, message: dict[str, Any]) -> None:
+        if self._leader is not None:
+            self._leader.message(self._id, message)
+        elif self._to_leader is not None:
+            self._to_leader.send(message)
+
+    def _read_zygote(self) -> None:
+        received = self._zygote.receive()
+        if received is None:
+            asyncio.get_running_loop().remove_reader(self._zygote.sock)
+            # Its ranks have died with it. This node is of no use any more; the others go on without it.
+            return self._finish(
+                1, f"the zygote of node {self._id} died, and its ranks with it: this node leaves the job"
+            )
+        message, fds = received
+        if message["kind"] == "failed":
+            return self._broadcast_end(2, message["error"])
+        if message["kind"] == "loaded":
+            return None
+        ended = self.node.zygote_said(message, fds)
+        if ended is not None and self._epoch is not None:
+            process, status = ended
+            self._tell_leader(
+                {
+                    "kind": "exited",
+                    "rank": process.rank,
+                    "epoch": self._epoch.number,
+                    "status": status,
+                    "generation": process.generation,
+                }
+            )
+        return None
+
+    # -- time and ends -----------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        beat = 0.0
+        while True:
+            await asyncio.sleep(0.1)
+            if self._leader is not None:
+                self._leader.event(c.Tick())
+            if time.monotonic() - beat > _HEARTBEAT_S:
+                beat = time.monotonic()
+                for peer in [*self._followers.values(), *([self._to_leader] if self._to_leader else [])]:
+                    peer.send({"kind": "beat"})
+
+    def _broadcast_end(self, status: int, message: str) -> None:
+        """Ends the job everywhere from here."""
+        if self._leader is not None:
+            for peer in self._followers.values():
+                peer.send({"kind": "stop", "status": status, "message": message})
+        elif self._to_leader is not None:
+            self._to_leader.send({"kind": "end", "message": f"node {self._id}: {message}"})
+        self._finish(status, message)
+
+    def _finish(self, status: int, message: str) -> None:
+        if self._ended is None or self._ended.done():
+            return
+        if message and (self._leader is not None or self._to_leader is None):
+            _say(message)
+        self._spawn(self._flush_and_end(status))
+
+    async def _flush_and_end(self, status: int) -> None:
+        for peer in list(self._followers.values()):
+            await peer.flush()
+        await asyncio.sleep(0.05)
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(status)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+
+        def done(finished: asyncio.Task[Any]) -> None:
+            self._tasks.discard(finished)
+            if not finished.cancelled() and (error := finished.exception()) is not None:
+                if not isinstance(error, ResilienceError):
+                    sys.excepthook(type(error), error, error.__traceback__)
+                self._finish(1, str(error))
+
+        task.add_done_callback(done)
+
+
+def bind(address: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        ControlError: the port is taken, or the address is not this machine's.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ControlError(
+            f"cannot listen on {address}:{port} ({error.strerror}): "
+            "choose another port in --rdzv-endpoint, or another --node-addr"
+        ) from error
+    return listener
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of the interface that reaches ``host``.
+
+    Raises:
+        ControlError: the name does not resolve; nothing is ever assumed in its place.
+    """
+    try:
+        resolved = socket.gethostbyname(host)
+    except OSError as error:
+        raise ControlError(f"--rdzv-endpoint: the host {host} does not resolve ({error.strerror or error})") from error
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((resolved, port))
+        return probe.getsockname()[0]
+
+
+def run_agent(
+    options: LaunchOptions,
+    order: int,
+    secret: bytes,
+    endpoint: tuple[str, int] | None = None,
+    listener: socket.socket | None = None,
+) -> int:
+    """Runs one agent in this process until the job ends; returns the exit status.
+
+    Args:
+        order: its node rank.
+        endpoint: of the agent with node rank 0; default: the option's.
+        listener: already bound socket, of the agent with node rank 0.
+
+    Raises:
+        ResilienceError: it cannot start.
+    """
+    if endpoint is None:
+        endpoint = split_endpoint(options.rdzv_endpoint) if options.rdzv_endpoint else ("127.0.0.1", 0)
+    address = options.node_addr or address_towards(*(endpoint if endpoint[1] else (endpoint[0], 9)))
+    name = socket.gethostname().split(".")[0]
+    node = f"n{order}" if options.local_nodes else f"{name}-{order}-{os.getpid()}"
+    agent = Agent(options, node, order, address, endpoint, secret, listener)
+    return asyncio.run(agent.run())
+
+
+def be_local_node() -> None:
+    """In a forked agent of ``--local-nodes``: ends with the launcher, and with nobody else's signals."""
+    die_with_parent(signal.SIGTERM)
+    os.setpgid(0, 0)
+
+
+def _say(text: str) -> None:
+    print(f"[megatron-resilience] {text}", file=sys.stderr, flush=True)

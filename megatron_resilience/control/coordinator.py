@@ -1,0 +1,494 @@
+"""Decides: events in, actions out. Pure and deterministic; :mod:`leader` gives it a clock and a voice.
+
+States of a job::
+
+    FORMING → STARTING → RUNNING → FINISHING → ended
+                 ↑           ↓ ↑
+                 └────── RECOVERING        (any loss; a loss during it starts it again)
+
+Nothing here is asked per step. What a successor must know is :meth:`Coordinator.to_json`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_resilience.control.membership import Evidence, may_go_on
+from megatron_resilience.deadpool.recovery import Holding, RestorePlan, plan_restore
+from megatron_resilience.errors import StateError
+from megatron_resilience.topology.epoch import Epoch
+
+FRUITLESS_LIMIT = 8
+"""Recoveries in a row without a completed step, after which the fault is not in the machines."""
+
+
+class Phase(enum.StrEnum):
+    """See the module."""
+
+    FORMING = "forming"
+    STARTING = "starting"
+    RUNNING = "running"
+    RECOVERING = "recovering"
+    FINISHING = "finishing"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the launcher fixed for the whole job.
+
+    Attributes:
+        nnodes: agents expected, spares included.
+        spares: of them.
+        nproc_per_node: ranks per node.
+        max_restarts: faults repaired before the job stops.
+        join_grace_s: how long to wait for missing spares once all slots can be filled.
+        broken_grace_s: how long a broken connection may wait for the death that explains it.
+    """
+
+    nnodes: int
+    spares: int
+    nproc_per_node: int
+    max_restarts: int = 100
+    join_grace_s: float = 10.0
+    broken_grace_s: float = 2.0
+
+    @property
+    def slots(self) -> int:
+        """Nodes that train."""
+        return self.nnodes - self.spares
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NodeJoined:
+    """An agent connected; ``order`` is its place among those that ask for a slot."""
+
+    node: str
+    order: int
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """An agent is gone."""
+
+    node: str
+    evidence: Evidence
+
+
+@dataclass(frozen=True)
+class RankExited:
+    """A rank's process ended; ``status`` is negative for a signal."""
+
+    node: str
+    rank: int
+    epoch: int
+    status: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class RankReady:
+    """A rank waits at the door of an epoch."""
+
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class NodeHoldings:
+    """The sealed slots in a node's memory, listed when all its ranks were ready."""
+
+    node: str
+    epoch: int
+    holdings: tuple[Holding, ...]
+
+
+@dataclass(frozen=True)
+class RankJoined:
+    """A rank committed to an epoch and trains from ``generation``."""
+
+    rank: int
+    epoch: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class RankBroken:
+    """A rank's connections broke and it does not know why."""
+
+    rank: int
+    epoch: int
+    error: str
+
+
+@dataclass(frozen=True)
+class RankFinished:
+    """A rank left the training loop, as all others did."""
+
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class RankFatal:
+    """A rank found something that no recovery mends (parameters differ among replicas)."""
+
+    rank: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time passes."""
+
+
+Event = (
+    NodeJoined
+    | NodeLost
+    | RankExited
+    | RankReady
+    | NodeHoldings
+    | RankJoined
+    | RankBroken
+    | RankFinished
+    | RankFatal
+    | Tick
+)
+
+# -- actions ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Tell everybody about a new epoch (the leader adds store and token)."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class SendPlan:
+    """Tell every rank what to restore."""
+
+    plan: RestorePlan
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the job everywhere with an exit status and, unless it is 0, one clear message."""
+
+    status: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something for the event log."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+Action = Publish | SendPlan | Stop | Note
+
+
+@dataclass
+class Coordinator:
+    """The state machine. Attributes other than ``settings`` are its state."""
+
+    settings: Settings
+    phase: Phase = Phase.FORMING
+    roster: dict[str, int] = field(default_factory=dict)
+    gone: dict[str, Evidence] = field(default_factory=dict)
+    epoch: Epoch | None = None
+    restarts: int = 0
+    stepped: bool = False
+    faults: dict[str, int] = field(default_factory=dict)
+    fruitless: int = 0
+    store_node: str = ""
+    _ready: set[int] = field(default_factory=set)
+    _joined: set[int] = field(default_factory=set)
+    _finished: set[int] = field(default_factory=set)
+    _exited: set[int] = field(default_factory=set)
+    _held: dict[str, tuple[Holding, ...]] = field(default_factory=dict)
+    _planned: bool = False
+    _broken_at: float | None = None
+    _broken_why: str = ""
+    _broken: set[int] = field(default_factory=set)
+    _complete_at: float | None = None
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """The actions that an event asks for.
+
+        Args:
+            now: seconds on any clock that does not go back.
+        """
+        if self.phase is Phase.ENDED:
+            return []
+        handlers: dict[type, Any] = {
+            NodeJoined: self._node_joined,
+            NodeLost: self._node_lost,
+            RankExited: self._rank_exited,
+            RankReady: self._rank_ready,
+            NodeHoldings: self._node_holdings,
+            RankJoined: self._rank_joined,
+            RankBroken: self._rank_broken,
+            RankFinished: self._rank_finished,
+            RankFatal: lambda e, _: self._stop(1, e.error),
+            Tick: self._tick,
+        }
+        return handlers[type(event)](event, now)
+
+    @property
+    def alive(self) -> list[str]:
+        """Nodes that are there, in order."""
+        return sorted((n for n in self.roster if n not in self.gone), key=self.roster.__getitem__)
+
+    @property
+    def waiting_spares(self) -> list[str]:
+        """Nodes that are there and hold no slot, in order."""
+        bound = self.epoch.slots if self.epoch else ()
+        return [n for n in self.alive if n not in bound]
+
+    # -- nodes -------------------------------------------------------------------------------------
+
+    def _node_joined(self, event: NodeJoined, now: float) -> list[Action]:
+        self.gone.pop(event.node, None)
+        self.roster[event.node] = event.order
+        actions: list[Action] = [Note("node_joined", {"node": event.node})]
+        if self.phase is Phase.FORMING and len(self.alive) >= self.settings.slots:
+            if self._complete_at is None:
+                self._complete_at = now
+            if len(self.alive) >= self.settings.nnodes:
+                actions += self._start("all nodes are there")
+        return actions
+
+    def _node_lost(self, event: NodeLost, now: float) -> list[Action]:
+        if event.node not in self.roster or event.node in self.gone:
+            return []
+        self.gone[event.node] = event.evidence
+        actions: list[Action] = [Note("node_lost", {"node": event.node, "evidence": event.evidence.value})]
+        if not may_go_on(len(self.roster), self.gone):
+            return actions + self._stop(
+                1,
+                f"only {len(self.alive)} of {len(self.roster)} nodes answer: the rest may be training without us",
+            )
+        if self.epoch is None:
+            return actions
+        if event.node not in self.epoch.slots:
+            if event.node == self.store_node and self.phase in (Phase.STARTING, Phase.RECOVERING):
+                actions += self._again(f"node {event.node}, where ranks were meeting, is gone ({event.evidence})")
+            return actions
+        ranks = self.epoch.ranks_of(event.node)
+        if self.phase is Phase.FINISHING:
+            if set(ranks) <= self._exited:
+                return actions
+            return actions + self._stop(1, f"node {event.node} died after training had ended, before its ranks had")
+        spares = self.waiting_spares
+        if not spares:
+            return actions + self._stop(
+                1,
+                f"node {event.node} is gone ({event.evidence}) and no spare is left: start the job again from its last "
+                "checkpoint, or with more --spares next time",
+            )
+        slots = tuple(spares[0] if n == event.node else n for n in self.epoch.slots)
+        cause = f"node {event.node} is gone ({event.evidence}), spare {spares[0]} takes its place"
+        return actions + self._again(cause, slots=slots, newcomers=ranks)
+
+    # -- ranks -------------------------------------------------------------------------------------
+
+    def _rank_exited(self, event: RankExited, now: float) -> list[Action]:
+        epoch = self.epoch
+        if epoch is None or event.epoch > epoch.number or event.node not in epoch.slots:
+            return []
+        if event.rank not in epoch.ranks_of(event.node):
+            return []
+        how = f"signal {-event.status}" if event.status < 0 else f"exit status {event.status}"
+        actions: list[Action] = [Note("rank_exited", {"rank": event.rank, "node": event.node, "how": how})]
+        self._exited.add(event.rank)
+        if self.phase is Phase.FINISHING or (self.phase is Phase.RUNNING and event.status == 0):
+            if event.status != 0:
+                return actions + self._stop(
+                    abs(event.status), f"rank {event.rank} ended with {how} after training had ended"
+                )
+            if len(self._exited) == epoch.world_size:
+                return actions + self._stop(0, "")
+            return actions
+        if self.phase is Phase.STARTING and event.status >= 0:
+            # Not a fault of the machine: the same command would fail again.
+            return actions + self._stop(
+                event.status or 1,
+                f"rank {event.rank} ended with {how} before training began; see its output above",
+            )
+        place = f"{event.rank}@{event.generation}"
+        self.faults[place] = self.faults.get(place, 0) + 1
+        if self.faults[place] > 1:
+            return actions + self._stop(
+                1,
+                f"rank {event.rank} ended twice in the step after generation {event.generation} ({how}): "
+                "that is no fault of a machine; see its output above",
+            )
+        cause = f"rank {event.rank} ended with {how}, its node {event.node} is well"
+        return actions + self._again(cause, newcomers=(event.rank,))
+
+    def _rank_ready(self, event: RankReady, now: float) -> list[Action]:
+        if self._is_current(event.epoch):
+            self._ready.add(event.rank)
+        return self._maybe_plan()
+
+    def _node_holdings(self, event: NodeHoldings, now: float) -> list[Action]:
+        if self._is_current(event.epoch):
+            self._held[event.node] = event.holdings
+        return self._maybe_plan()
+
+    def _maybe_plan(self) -> list[Action]:
+        epoch = self.epoch
+        if epoch is None or epoch.fresh or self._planned:
+            return []
+        if len(self._ready) < epoch.world_size or set(self._held) < set(epoch.slots):
+            return []
+        nodes = [epoch.node_of(rank) for rank in range(epoch.world_size)]
+        try:
+            plan = plan_restore(epoch.number, nodes, [h for held in self._held.values() for h in held])
+        except StateError as error:
+            if self.stepped:
+                return self._stop(1, str(error))
+            return self._again("nothing was protected yet, everyone starts again", fresh=True)
+        self._planned = True
+        return [SendPlan(plan), Note("plan", {"epoch": plan.epoch, "generation": plan.generation})]
+
+    def _rank_joined(self, event: RankJoined, now: float) -> list[Action]:
+        if not self._is_current(event.epoch):
+            return []
+        assert self.epoch is not None
+        self._joined.add(event.rank)
+        if len(self._joined) < self.epoch.world_size:
+            return []
+        self.phase = Phase.RUNNING
+        return [Note("running", {"epoch": event.epoch, "generation": event.generation})]
+
+    def first_step(self) -> None:
+        """Notes that a step was completed: from now on start-up state is history."""
+        self.stepped = True
+        self.fruitless = 0
+
+    def _rank_broken(self, event: RankBroken, now: float) -> list[Action]:
+        if not self._is_current(event.epoch):
+            return []
+        assert self.epoch is not None
+        self._broken.add(event.rank)
+        if self._broken_at is None:
+            self._broken_at, self._broken_why = now, f"rank {event.rank}: {event.error}"
+        # When everybody is out there is nothing to wait for.
+        return self._renew() if len(self._broken) == self.epoch.world_size else []
+
+    def _renew(self) -> list[Action]:
+        return self._again(f"connections broke though nobody died ({self._broken_why})")
+
+    def _rank_finished(self, event: RankFinished, now: float) -> list[Action]:
+        if not self._is_current(event.epoch):
+            return []
+        assert self.epoch is not None
+        self._finished.add(event.rank)
+        if len(self._finished) < self.epoch.world_size:
+            return []
+        self.phase = Phase.FINISHING
+        self._broken_at = None
+        return [Note("finishing", {})]
+
+    def _tick(self, event: Tick, now: float) -> list[Action]:
+        grace = self.settings.join_grace_s
+        if self.phase is Phase.FORMING and self._complete_at is not None and now - self._complete_at > grace:
+            return self._start(
+                f"{len(self.alive)} of {self.settings.nnodes} nodes are there, the rest may join as spares"
+            )
+        if self._broken_at is not None and now - self._broken_at > self.settings.broken_grace_s:
+            return self._renew()
+        return []
+
+    # -- epochs ------------------------------------------------------------------------------------
+
+    def _start(self, why: str) -> list[Action]:
+        slots = tuple(self.alive[: self.settings.slots])
+        return self._publish(Epoch(1, why, slots, self.settings.nproc_per_node, fresh=True))
+
+    def _again(
+        self,
+        cause: str,
+        slots: tuple[str, ...] | None = None,
+        newcomers: tuple[int, ...] = (),
+        fresh: bool = False,
+    ) -> list[Action]:
+        assert self.epoch is not None
+        self.restarts += 1
+        self.fruitless += 1
+        if self.fruitless > FRUITLESS_LIMIT:
+            return self._stop(1, f"{cause}; {FRUITLESS_LIMIT} recoveries in a row did not lead to a completed step")
+        if self.restarts > self.settings.max_restarts:
+            return self._stop(
+                1,
+                f"{cause}; {self.settings.max_restarts} faults were repaired before (--max-restarts), now the job stops",
+            )
+        begun = self.phase not in (Phase.STARTING, Phase.FORMING)
+        # Ranks that were new in an epoch that nobody finished are still new.
+        waiting = self.epoch.newcomers if self.phase is Phase.RECOVERING else ()
+        return self._publish(
+            replace(
+                self.epoch,
+                number=self.epoch.number + 1,
+                cause=cause,
+                slots=slots or self.epoch.slots,
+                fresh=fresh or not begun,
+                newcomers=tuple(sorted({*newcomers, *waiting})),
+            )
+        )
+
+    def _publish(self, epoch: Epoch) -> list[Action]:
+        self.epoch = epoch
+        self.phase = Phase.STARTING if epoch.fresh else Phase.RECOVERING
+        self._ready, self._joined, self._finished, self._exited = set(), set(), set(), set()
+        self._held, self._planned, self._broken_at, self._broken = {}, False, None, set()
+        return [Publish(epoch), Note("epoch", {"epoch": epoch.number, "cause": epoch.cause})]
+
+    def _stop(self, status: int, message: str) -> list[Action]:
+        self.phase = Phase.ENDED
+        return [Stop(status, message), Note("stopped", {"status": status, "message": message})]
+
+    def _is_current(self, epoch: int) -> bool:
+        return self.epoch is not None and self.epoch.number == epoch
+
+    # -- succession --------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """What a successor must know; the rest every agent tells it again."""
+        return {
+            "phase": self.phase.value,
+            "roster": self.roster,
+            "gone": {n: e.value for n, e in self.gone.items()},
+            "epoch": self.epoch.to_json() if self.epoch else None,
+            "restarts": self.restarts,
+            "stepped": self.stepped,
+            "faults": self.faults,
+            "fruitless": self.fruitless,
+            "store_node": self.store_node,
+        }
+
+    @classmethod
+    def from_json(cls, settings: Settings, data: dict[str, Any]) -> Coordinator:
+        """A successor, from :meth:`to_json`'s object."""
+        return cls(
+            settings,
+            phase=Phase(data["phase"]),
+            roster=dict(data["roster"]),
+            gone={n: Evidence(e) for n, e in data["gone"].items()},
+            epoch=Epoch.from_json(data["epoch"]) if data["epoch"] else None,
+            restarts=data["restarts"],
+            stepped=data["stepped"],
+            faults=dict(data["faults"]),
+            fruitless=data["fruitless"],
+            store_node=data["store_node"],
+        )

@@ -1,0 +1,144 @@
+"""Starts this node's agent, or with ``--local-nodes`` all of them on this machine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import time
+import traceback
+from typing import NoReturn
+
+from megatron_resilience.control.agent import be_local_node, bind, run_agent
+from megatron_resilience.control.options import SECRET_VARIABLE, LaunchOptions, split_endpoint
+from megatron_resilience.control.zygote import preload
+from megatron_resilience.errors import ConfigurationError, ResilienceError
+
+_GRACE_S = 10.0
+
+
+def launch(options: LaunchOptions) -> int:
+    """Runs the job's part on this machine; returns the exit status.
+
+    Raises:
+        ResilienceError: it cannot start; the message is for the user.
+    """
+    if options.nproc_per_node > 1:
+        # As torchrun does; it must stand before torch is loaded, and ranks are forked from here.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    secret = job_secret(options)
+    _check_writable(options)
+    if options.local_nodes:
+        return _launch_local(options, secret)
+    return run_agent(options, options.node_rank or 0, secret)
+
+
+def job_secret(options: LaunchOptions) -> bytes:
+    """The secret that agents prove to each other.
+
+    Raises:
+        ConfigurationError: none was given for a job of several launchers, or its file is readable by others.
+    """
+    if options.secret_file is not None:
+        try:
+            mode = options.secret_file.stat().st_mode & 0o777
+            if mode & 0o077:
+                raise ConfigurationError(
+                    f"--secret-file {options.secret_file} has mode {mode:04o}: others can read it, chmod 600 it"
+                )
+            return options.secret_file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigurationError(f"--secret-file {options.secret_file}: {error.strerror}") from error
+    if SECRET_VARIABLE in os.environ:
+        return os.environ[SECRET_VARIABLE].encode()
+    if options.local_nodes or options.nnodes == 1:
+        return secrets.token_bytes(32)
+    raise ConfigurationError(
+        f"a job of several nodes needs a secret that all its agents share: --secret-file FILE (mode 0600), or {SECRET_VARIABLE}"
+    )
+
+
+def _check_writable(options: LaunchOptions) -> None:
+    if options.events is None:
+        return
+    folder = options.events.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigurationError(f"--events {options.events}: the folder {folder} does not exist or is not writable")
+
+
+def _launch_local(options: LaunchOptions, secret: bytes) -> int:
+    """Agents as children; this process only waits for them.
+
+    Their output is this process's own. It imports what ranks need once, so that all nodes fork from it.
+    """
+    host, port = split_endpoint(options.rdzv_endpoint) if options.rdzv_endpoint else ("127.0.0.1", 0)
+    listener = bind(host, port)
+    endpoint = listener.getsockname()[:2]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
+    preload()
+    agents = {}
+    for order in range(options.nnodes):
+        pid = os.fork()
+        if pid == 0:
+            _be_agent(options, order, secret, endpoint, listener)
+        agents[pid] = order
+    listener.close()
+    return _wait(agents)
+
+
+def _be_agent(options, order, secret, endpoint, listener) -> NoReturn:
+    status = 1
+    try:
+        be_local_node()
+        if order != 0:
+            listener.close()
+        status = run_agent(options, order, secret, endpoint, listener if order == 0 else None)
+    except ResilienceError as error:
+        print(f"[megatron-resilience] {error}", file=sys.stderr, flush=True)
+        status = 2
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _wait(agents: dict[int, int]) -> int:
+    """Waits for the agents. The job's status is that of the last agent that ended by itself."""
+    stopping = False
+
+    def forward(signum: int, _: object) -> None:
+        nonlocal stopping
+        stopping = True
+        for pid in agents:
+            try:
+                os.kill(pid, signal.SIGTERM)
+            except ProcessLookupError:
+                continue
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, forward)
+    status, died = 0, None
+    patience = None
+    while agents:
+        pid, raw = os.waitpid(-1, 0 if patience is None else os.WNOHANG)
+        if pid == 0:
+            if patience is not None and time.monotonic() > patience:
+                for left in agents:
+                    os.kill(left, signal.SIGKILL)
+            time.sleep(0.02)
+            continue
+        order = agents.pop(pid, None)
+        if order is None:
+            continue
+        code = os.waitstatus_to_exitcode(raw)
+        if code < 0:
+            died = 128 - code
+        else:
+            status = code
+            # One agent that ended by itself means that the job has ended.
+            patience = time.monotonic() + _GRACE_S
+    if stopping:
+        return status or 128 + signal.SIGTERM
+    return status if patience is not None or died is None else died

@@ -1,0 +1,168 @@
+"""The thin process around the coordinator, in the agent that leads: clock, voice, epoch stores, event log."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron_resilience.control import coordinator as c
+from megatron_resilience.control.membership import Evidence
+from megatron_resilience.deadpool.recovery import Holding
+from megatron_resilience.observe.events import EventLog
+from megatron_resilience.observe.report import Recovery, phases
+
+
+class Leader:
+    """Turns agents' messages into events, and actions into messages.
+
+    Args:
+        node: this node's id.
+        address: of this node's configured interface.
+        machine: the coordinator, new or inherited.
+        send: sends a message to the agent of a node (this one's own included).
+        events: the job's log.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        address: str,
+        machine: c.Coordinator,
+        send: Callable[[str, dict[str, Any]], None],
+        events: EventLog,
+    ) -> None:
+        self.machine = machine
+        self._node = node
+        self._address = address
+        self._send = send
+        self._events = events
+        self._store: Any = None
+        self._last_state: dict[str, Any] | None = None
+        self.version = 0
+        self._evidence_at: float | None = None
+        self._published_at = 0.0
+        self._times: dict[int, dict[str, float]] = {}
+        self._newest = 0
+        self._resumed = 0
+        self.result: tuple[int, str] | None = None
+
+    def event(self, event: c.Event) -> None:
+        """Feeds the machine and carries out what it asks for."""
+        if isinstance(event, (c.NodeLost, c.RankExited, c.RankBroken)) and self._evidence_at is None:
+            self._evidence_at = time.time()
+        self._carry_out(self.machine.handle(event, time.monotonic()))
+
+    def message(self, node: str, message: dict[str, Any]) -> None:
+        """A message of an agent about one of its ranks."""
+        kind, rank = message["kind"], message.get("rank", -1)
+        if kind == "ready":
+            self.event(c.RankReady(rank, message["epoch"]))
+        elif kind == "holdings":
+            self._newest = max(self._newest, message["newest"])
+            held = tuple(Holding(r, g, s, h, node) for r, g, s, h in message["holdings"])
+            self.event(c.NodeHoldings(node, message["epoch"], held))
+        elif kind == "exited":
+            self.event(c.RankExited(node, rank, message["epoch"], message["status"], message["generation"]))
+        elif kind == "joined":
+            self._resumed = message["generation"]
+            self.event(c.RankJoined(rank, message["epoch"], message["generation"]))
+        elif kind == "broken":
+            self._events.write("broken", rank=rank, error=message["error"])
+            self.event(c.RankBroken(rank, message.get("epoch", 0), message["error"]))
+        elif kind == "finished":
+            self.event(c.RankFinished(rank, message["epoch"]))
+        elif kind == "fatal":
+            self.event(c.RankFatal(rank, message["error"]))
+        elif kind == "stepped":
+            self._stepped(rank, message)
+        else:
+            fields = {k: v for k, v in message.items() if k not in ("kind", "time")}
+            self._events.write(kind, node=node, **fields)
+            if kind in ("unprotected", "damaged"):
+                _say(f"{kind}: {fields}")
+
+    def publish_again(self) -> None:
+        """Gives every agent the state anew (a successor's first word)."""
+        self._last_state = None
+        self._share_state()
+
+    def _stepped(self, rank: int, message: dict[str, Any]) -> None:
+        epoch = self.machine.epoch
+        if epoch is None or message["epoch"] != epoch.number:
+            return
+        self.machine.first_step()
+        self._times[rank] = message["times"]
+        if len(self._times) < epoch.world_size:
+            return
+        if epoch.fresh:
+            self._events.write("training", epoch=epoch.number)
+        else:
+            seconds = phases(self._evidence_at or self._published_at, self._published_at, self._times)
+            again = max(0, self._newest - self._resumed)
+            recovery = Recovery(epoch.number, epoch.cause, self._resumed, again, seconds)
+            self._events.write(
+                "recovered",
+                epoch=epoch.number,
+                cause=epoch.cause,
+                generation=self._resumed,
+                steps_again=again,
+                seconds={k: round(v, 4) for k, v in seconds.items()},
+                marks={r: {k: round(t - self._published_at, 3) for k, t in m.items()} for r, m in self._times.items()},
+            )
+            _say(recovery.text())
+        self._evidence_at = None
+        self._share_state()
+
+    def _carry_out(self, actions: list[c.Action]) -> None:
+        publish = next((a for a in actions if isinstance(a, c.Publish)), None)
+        if publish is not None:
+            self._publish(publish.epoch)
+        self._share_state()
+        for action in actions:
+            if isinstance(action, c.Publish):
+                _say(f"epoch {action.epoch.number}: {action.epoch.cause}")
+                assert self.machine.epoch is not None
+                self._broadcast({"kind": "epoch", "epoch": self.machine.epoch.to_json()})
+            elif isinstance(action, c.SendPlan):
+                self._broadcast({"kind": "plan", "plan": action.plan.to_json()})
+            elif isinstance(action, c.Note):
+                self._events.write(action.kind, **action.fields)
+                if action.kind == "running":
+                    self._broadcast({"kind": "running"})
+            elif isinstance(action, c.Stop):
+                self.result = (action.status, action.message)
+                self._broadcast({"kind": "stop", "status": action.status, "message": action.message})
+
+    def _publish(self, epoch: Any) -> None:
+        # Imported late: an agent that never leads need not pay for torch.
+        from megatron_resilience.transport.store import host_store
+
+        # The old store goes with this assignment: whoever still waits on it learns so at once.
+        self._store = host_store(self._address)
+        self.machine.epoch = replace(epoch, store=(self._address, self._store.port), token=secrets.token_hex(16))
+        self.machine.store_node = self._node
+        self._published_at = time.time()
+        self._times = {}
+
+    def _share_state(self) -> None:
+        state = self.machine.to_json()
+        if state != self._last_state:
+            self._last_state = state
+            self.version += 1
+            self._broadcast({"kind": "state", "version": self.version, "state": state})
+
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        for node in self.machine.alive:
+            self._send(node, message)
+
+    def lost(self, node: str, evidence: Evidence) -> None:
+        """An agent is gone."""
+        self.event(c.NodeLost(node, evidence))
+
+
+def _say(text: str) -> None:
+    print(f"[megatron-resilience] {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,249 @@
+"""The processes and the memory of one node: what an agent commands, without knowing why."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_resilience.control.channel import Channel
+from megatron_resilience.control.options import LaunchOptions
+from megatron_resilience.errors import StateError
+from megatron_resilience.state.memory import SharedMemory, available_bytes
+from megatron_resilience.state.segment import sealed_generations
+from megatron_resilience.topology.epoch import Epoch
+
+NEWCOMER, NODE, ADDRESS = (f"MEGATRON_RESILIENCE_{name}" for name in ("NEWCOMER", "NODE", "ADDRESS"))
+"""Environment variables that tell a rank what it is."""
+_MEMORY_RESERVE = 0.05
+
+
+@dataclass
+class RankProcess:
+    """A rank's process on this node.
+
+    Attributes:
+        rank: its global rank.
+        channel: our end.
+        pid: once the zygote has told it.
+        newcomer: it runs its start-up alone.
+        generation: of the last step it entered.
+        killed: we ended it on purpose, its exit is no news.
+    """
+
+    rank: int
+    channel: Channel
+    newcomer: bool
+    pid: int | None = None
+    generation: int = -1
+    killed: bool = False
+    ready_epoch: int = 0
+    said: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def kill(self) -> None:
+        """Ends it at once; what it held is closed by the kernel, which every peer notices."""
+        self.killed = True
+        if self.pid is not None:
+            try:
+                os.kill(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+
+
+class Node:
+    """This node's ranks and shared memory.
+
+    Args:
+        node: its id.
+        address: of the configured interface.
+        options: the launcher's.
+        zygote: channel to it.
+        watch: called with a new rank, to read its channel.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        address: str,
+        options: LaunchOptions,
+        zygote: Channel,
+        watch: Callable[[RankProcess], None],
+    ) -> None:
+        self.node = node
+        self._address = address
+        self._options = options
+        self._zygote = zygote
+        self._watch = watch
+        self._tickets: dict[int, RankProcess] = {}
+        self._last_ticket = 0
+        self.ranks: dict[int, RankProcess] = {}
+        self.skeletons: dict[int, RankProcess] = {}
+        self._memory: dict[tuple[int, int], SharedMemory] = {}
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    def enter(self, epoch: Epoch) -> None:
+        """Makes this node's processes those of an epoch.
+
+        Fresh: everything starts anew. Otherwise ranks that run go on, a spare's ranks that wait at the door are
+        promoted, and what is missing starts alone. What holds no slot any more is ended.
+        """
+        mine = epoch.ranks_of(self.node)
+        if epoch.fresh:
+            self.end_all()
+        for rank in list(self.ranks):
+            if rank not in mine:
+                self.ranks.pop(rank).kill()
+        for rank in mine:
+            if rank in self.ranks:
+                continue
+            if rank in self.skeletons:
+                self.ranks[rank] = self.skeletons.pop(rank)
+            else:
+                self.ranks[rank] = self._start(rank, epoch, newcomer=not epoch.fresh)
+        if mine:
+            self.end_skeletons()
+        for rank in mine:
+            self._tell(self.ranks[rank], {"kind": "epoch", "epoch": epoch.to_json()})
+
+    def prepare(self, epoch: Epoch, slots: int) -> None:
+        """On a spare: starts ranks for the first ``slots`` slots, which wait at the door of training."""
+        for rank in range(min(slots, len(epoch.slots)) * epoch.nproc_per_node):
+            if rank not in self.skeletons:
+                self.skeletons[rank] = self._start(rank, epoch, newcomer=True)
+
+    def plan(self, message: dict[str, Any]) -> None:
+        """Passes a restore plan on to the ranks."""
+        for process in self.ranks.values():
+            self._tell(process, message)
+
+    def end_skeletons(self) -> None:
+        """Ends the ranks that wait for a promotion."""
+        for process in self.skeletons.values():
+            process.kill()
+        self.skeletons.clear()
+
+    def end_all(self) -> None:
+        """Ends every rank and frees the memory."""
+        for process in [*self.ranks.values(), *self.skeletons.values()]:
+            process.kill()
+        self.ranks.clear()
+        self.skeletons.clear()
+        for memory in self._memory.values():
+            memory.close()
+        self._memory.clear()
+
+    def zygote_said(self, message: dict[str, Any], fds: list[int]) -> tuple[RankProcess, int] | None:
+        """Digests a message of the zygote; returns a process and its status when one ended by itself."""
+        if message["kind"] == "started":
+            process = self._tickets[message["ticket"]]
+            process.pid = message["pid"]
+            if process.killed:
+                process.kill()
+            return None
+        ended = next((p for p in self._tickets.values() if p.pid == message["pid"]), None)
+        if ended is None:
+            return None
+        self._tickets = {t: p for t, p in self._tickets.items() if p is not ended}
+        known = self.ranks.get(ended.rank) is ended
+        if known:
+            del self.ranks[ended.rank]
+        if self.skeletons.get(ended.rank) is ended:
+            del self.skeletons[ended.rank]
+        ended.channel.close()
+        return (ended, message["status"]) if known and not ended.killed else None
+
+    def all_ready(self, epoch: Epoch) -> bool:
+        """Whether every rank of this node waits at the door of the epoch."""
+        mine = epoch.ranks_of(self.node)
+        return bool(mine) and all(r in self.ranks and self.ranks[r].ready_epoch == epoch.number for r in mine)
+
+    def _start(self, rank: int, epoch: Epoch, newcomer: bool) -> RankProcess:
+        ours, theirs = Channel.pair()
+        process = RankProcess(rank, ours, newcomer)
+        self._last_ticket += 1
+        self._tickets[self._last_ticket] = process
+        message = {
+            "ticket": self._last_ticket,
+            "argv": [self._options.script, *self._options.script_args],
+            "env": self._environment(rank, epoch, newcomer),
+        }
+        self._zygote.send(message, [theirs.sock.fileno()])
+        theirs.close()
+        self._watch(process)
+        return process
+
+    def _environment(self, rank: int, epoch: Epoch, newcomer: bool) -> dict[str, str]:
+        per_node = epoch.nproc_per_node
+        result = dict(os.environ)
+        result |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(epoch.world_size),
+            "LOCAL_RANK": str(rank % per_node),
+            "LOCAL_WORLD_SIZE": str(per_node),
+            "GROUP_RANK": str(rank // per_node),
+            "GROUP_WORLD_SIZE": str(len(epoch.slots)),
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(epoch.world_size),
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": epoch.store[0],
+            "MASTER_PORT": str(epoch.store[1]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(epoch.number),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._options.max_restarts),
+            "TORCHELASTIC_RUN_ID": epoch.token,
+            NODE: self.node,
+            ADDRESS: self._address,
+        }
+        if newcomer:
+            result[NEWCOMER] = "1"
+        return result
+
+    @staticmethod
+    def _tell(process: RankProcess, message: dict[str, Any]) -> None:
+        try:
+            process.channel.send(message)
+        except OSError:
+            # It is dying; the zygote is about to say so.
+            return
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def provide_memory(self, process: RankProcess, sizes: list[list[int]]) -> None:
+        """Answers a rank's request: what a predecessor left is handed over as it is."""
+        try:
+            missing = sum(s for owner, s in sizes if not self._fits(process.rank, owner, s))
+            free = available_bytes()
+            if missing > free * (1 - _MEMORY_RESERVE):
+                raise StateError(
+                    f"protecting rank {process.rank} takes {missing / 2**20:.0f} MiB of memory on node {self.node}, "
+                    f"which has {free / 2**20:.0f} MiB left: use fewer ranks per node, or --deadpool-replicas 0"
+                )
+            for owner, size in sizes:
+                if not self._fits(process.rank, owner, size):
+                    label = f"mr-{process.rank}-{owner}"
+                    self._memory[process.rank, owner] = SharedMemory.create(label, size)
+        except StateError as error:
+            self._tell(process, {"kind": "memory", "error": str(error)})
+            return
+        owners = [owner for owner, _ in sizes]
+        try:
+            process.channel.send(
+                {"kind": "memory", "ranks": owners}, [self._memory[process.rank, o].fd for o in owners]
+            )
+        except OSError:
+            return
+
+    def holdings(self) -> list[tuple[int, int, int, int]]:
+        """``(rank, generation, slot, holder)`` of every sealed slot in this node's memory."""
+        return [
+            (owner, header.generation, slot, holder)
+            for (holder, owner), memory in sorted(self._memory.items())
+            for slot, header in enumerate(sealed_generations(memory.buffer))
+            if header is not None
+        ]
+
+    def _fits(self, holder: int, owner: int, size: int) -> bool:
+        return (holder, owner) in self._memory and self._memory[holder, owner].size == size

@@ -1,0 +1,174 @@
+"""Forks ranks from one process of the node that has already imported torch and Megatron.
+
+Importing takes 5 to 15 s, Megatron's own set-up about one: a rank that is forked is at the door that much earlier.
+Safe as long as nothing has touched the device: the zygote only imports. It is single-threaded, and a CUDA context in
+it (some library's import may create one) is refused, because a forked process cannot use the device then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import os
+import runpy
+import select
+import signal
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from megatron_resilience.control.channel import Channel
+from megatron_resilience.control.link import AGENT_FD
+from megatron_resilience.errors import ResilienceError
+
+PRELOAD = ("numpy", "torch", "torch.distributed", "megatron_resilience.autoload")
+USER_ERROR_EXIT = 2
+"""Exit status of a rank that refused its configuration."""
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(sig: int = signal.SIGKILL) -> None:
+    """Makes the kernel send ``sig`` to this process when its parent dies, however it dies."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def start_zygote(script: str) -> tuple[int, Channel]:
+    """Forks this node's zygote from the calling process, which must have one thread only.
+
+    Args:
+        script: the training script; its folder comes first on the module path, as under ``python script``.
+
+    Returns:
+        Its pid and the channel to it.
+    """
+    ours, theirs = Channel.pair()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    ours.close()
+    try:
+        die_with_parent()
+        os.setpgid(0, 0)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        _serve(theirs)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def preload() -> None:
+    """Imports what every rank needs; the plugin installs its hooks with it.
+
+    Raises:
+        ResilienceError: a module is missing, or an import has touched the GPU.
+    """
+    for name in PRELOAD:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ResilienceError(
+                f"cannot import {error.name or name} in {sys.executable}: {error}. "
+                "The launcher must run in the environment of the training job"
+            ) from error
+    import torch
+
+    if torch.cuda.is_initialized():
+        raise ResilienceError(
+            "importing Megatron has initialised CUDA, so ranks cannot be forked: launch with --start-method spawn"
+        )
+
+
+def _serve(channel: Channel) -> NoReturn:
+    try:
+        preload()
+    except ResilienceError as error:
+        channel.send({"kind": "failed", "error": str(error)})
+        os._exit(1)
+    channel.send({"kind": "loaded"})
+    children: dict[int, int] = {}
+    poll = select.poll()
+    poll.register(channel.sock, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd != channel.sock.fileno():
+                pid = children.pop(fd)
+                _, status = os.waitpid(pid, 0)
+                poll.unregister(fd)
+                os.close(fd)
+                channel.send({"kind": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+                continue
+            received = channel.receive()
+            if received is None:
+                os._exit(0)
+            message, fds = received
+            pid = os.fork()
+            if pid == 0:
+                with contextlib.suppress(OSError):
+                    channel.close()
+                    for other in children:
+                        os.close(other)
+                _become_rank(message, fds)
+            for passed in fds:
+                os.close(passed)
+            pidfd = os.pidfd_open(pid)
+            children[pidfd] = pid
+            poll.register(pidfd, select.POLLIN)
+            channel.send({"kind": "started", "ticket": message["ticket"], "pid": pid})
+
+
+def _become_rank(message: dict[str, Any], fds: list[int]) -> NoReturn:
+    """In the forked child: the rank's environment, its output, then the user's script."""
+    status = 1
+    try:
+        die_with_parent()
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.environ.clear()
+        os.environ.update(message["env"])
+        os.environ[AGENT_FD] = str(fds[0])
+        if len(fds) > 1:
+            os.dup2(fds[1], 1)
+            os.dup2(fds[1], 2)
+        _reseed()
+        status = run_script(message["argv"])
+    finally:
+        os._exit(status)
+
+
+def _reseed() -> None:
+    # Forked siblings would otherwise share what the imports seeded (names of temporary files, for one).
+    import random
+
+    random.seed()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def run_script(argv: list[str]) -> int:
+    """Runs a script as ``python script args...`` would; returns the exit status."""
+    sys.argv = list(argv)
+    status = 0
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except ResilienceError as error:
+        print(f"megatron-resilience: {error}", file=sys.stderr)
+        status = USER_ERROR_EXIT
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    return status

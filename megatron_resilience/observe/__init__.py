@@ -1,0 +1,1 @@
+"""What people and scripts see: the event log, one summary per recovery, traces for comparison."""
