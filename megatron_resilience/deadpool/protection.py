@@ -1,0 +1,293 @@
+"""Copies every generation to host memory and to a partner on another node, behind the next step.
+
+Two threads a rank, so that nothing waits on the critical path but what must:
+
+* *copy* (DeadPool's D2H): the live tensors go to a slot of the rank's segment while forward and backward of the next
+  step run; the step waits only if the copy is not done when the optimizer is about to change them.
+* *rounds* (H2H): the sealed slot goes to the partner, the copies of others come in, and one small reduction over all
+  ranks says whether the generation is complete everywhere. ``state.ledger`` has the rules.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_resilience.errors import Interrupted, StateError
+from megatron_resilience.state.inventory import Inventory
+from megatron_resilience.state.ledger import Ledger
+from megatron_resilience.state.segment import Segment, Slot
+
+_ROUND = struct.Struct("<qqqq16s8x")
+_SKIPPED = -1
+_CHUNK = 64 * 2**20
+_HEADER_TAG, _BODY_TAG = 1, 2
+
+
+class TrainingState(Protocol):
+    """A rank's live training state, as ``megatron_adapter.state`` presents it."""
+
+    inventory: Inventory
+
+    def stable(self) -> list[tuple[int, torch.Tensor]]:
+        """``(index in the inventory, live tensor)`` of what only ``optimizer.step`` changes."""
+
+    def volatile(self) -> list[tuple[int, torch.Tensor]]:
+        """The same for what changes during a forward pass; read at once."""
+
+    def record(self) -> dict[str, Any]:
+        """The scalars, as a JSON object."""
+
+
+def views(slot: Slot, inventory: Inventory) -> list[torch.Tensor]:
+    """The tensors of a slot, in inventory order, sharing its memory."""
+    result = []
+    for spec, offset in zip(inventory.specs, inventory.offsets, strict=True):
+        dtype = getattr(torch, spec.dtype)
+        count = spec.nbytes // dtype.itemsize
+        flat = (
+            torch.frombuffer(slot.payload, dtype=dtype, count=count, offset=offset)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
+        result.append(flat.view(spec.shape))
+    return result
+
+
+def send_slot(backend: Any, slot: Slot | None, slot_index: int, to: int) -> list[Any]:
+    """Starts sending a sealed slot, or the word that there is none; returns what must be waited for."""
+    header = None if slot is None else slot.header()
+    if slot is None or header is None:
+        head = _ROUND.pack(_SKIPPED, 0, 0, 0, bytes(16))
+        return [backend.send([_bytes_tensor(bytearray(head))], to, _HEADER_TAG)]
+    head = _ROUND.pack(header.generation, slot_index, header.record_bytes, header.epoch, header.checksum)
+    pieces = [_bytes_tensor(bytearray(head))]
+    works = [backend.send(pieces, to, _HEADER_TAG)]
+    for piece in _chunks(slot.payload) + _chunks(slot.record[: header.record_bytes]):
+        works.append(backend.send([piece], to, _BODY_TAG))
+    return works
+
+
+def receive_slot(backend: Any, slots: tuple[Slot, ...], sender: int, epoch: int) -> int | None:
+    """Receives what :func:`send_slot` sends into the slot of the same index, and seals it.
+
+    Returns:
+        The generation, or None when the sender skipped it.
+
+    Raises:
+        StateError: it arrived damaged; the slot stays unsealed.
+        RuntimeError: the connection broke.
+    """
+    head = bytearray(_ROUND.size)
+    backend.recv([_bytes_tensor(head)], sender, _HEADER_TAG).wait()
+    generation, index, record_bytes, _, checksum = _ROUND.unpack(head)
+    if generation == _SKIPPED:
+        return None
+    slot = slots[index]
+    slot.open()
+    for piece in _chunks(slot.payload) + _chunks(slot.record[:record_bytes]):
+        backend.recv([piece], sender, _BODY_TAG).wait()
+    slot.seal(epoch, generation, record_bytes, checksum)
+    return generation
+
+
+class Protection:
+    """Protects one rank in one epoch.
+
+    Args:
+        epoch: number of the epoch.
+        state: of this rank.
+        segment: this rank's own.
+        ledger: of that segment; carried over from epoch to epoch.
+        partner: rank that keeps the copy, or None without replicas.
+        kept: segments kept for other ranks, by rank.
+        backend: gloo over all ranks, used by the *rounds* thread alone.
+        max_stall_s: see :class:`config.DeadpoolConfig`.
+        report: called with an event's name and fields, on any thread.
+        copy: copies ``(destination, source)`` pairs off the critical path; returns when they are done.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        state: TrainingState,
+        segment: Segment,
+        ledger: Ledger,
+        partner: int | None,
+        kept: dict[int, Segment],
+        backend: Any,
+        max_stall_s: float,
+        report: Callable[..., None],
+        copy: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None],
+    ) -> None:
+        self._epoch = epoch
+        self._state = state
+        self._segment = segment
+        self._ledger = ledger
+        self._partner = partner
+        self._kept = kept
+        self._backend = backend
+        self._max_stall_s = max_stall_s
+        self._report = report
+        self._copy = copy
+        self._views = [views(slot, state.inventory) for slot in segment.slots]
+        self._changed = threading.Condition()
+        self._copies: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
+        self._rounds: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
+        self._copied = threading.Event()
+        self._copied.set()
+        self._ended = False
+        self._unprotected_since: int | None = None
+        self.stalled_s = 0.0
+        self._threads = [
+            threading.Thread(target=self._guard, args=(body,), name=body.__name__.strip("_"), daemon=True)
+            for body in (self._copy_loop, self._round_loop)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def protect(self, generation: int) -> None:
+        """Starts protecting the state as it is now; called on entry to the step after ``generation``.
+
+        Raises:
+            Interrupted: a newer epoch was published meanwhile.
+        """
+        held = self._ledger.slot_of(generation)
+        if held is not None:
+            # Resumed from this very generation: it lies here already, but perhaps not at the partner's.
+            self._rounds.put((generation, held))
+            return
+        index = self._writable()
+        if index is None:
+            if self._unprotected_since is None:
+                self._unprotected_since = self._ledger.committed
+                self._report("unprotected", since=self._ledger.committed)
+            self._rounds.put((generation, None))
+            return
+        with self._changed:
+            self._ledger.write(index, generation)
+        slot = self._segment.slots[index]
+        slot.open()
+        for place, tensor in self._state.volatile():
+            self._views[index][place].copy_(tensor)
+        record_bytes = slot.write_record(self._state.record())
+        self._copied.clear()
+        self._copies.put((generation, index, record_bytes))
+
+    def wait_copied(self) -> None:
+        """Returns when the state may be changed; called before ``optimizer.step``."""
+        if not self._copied.is_set():
+            started = time.perf_counter()
+            self._copied.wait()
+            self.stalled_s += time.perf_counter() - started
+
+    def wait_committed(self, generation: int) -> None:
+        """Returns when ``generation`` is complete on all ranks.
+
+        Raises:
+            Interrupted: a newer epoch was published meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._is_committed(generation))
+            if not self._is_committed(generation):
+                raise Interrupted
+
+    def interrupt(self) -> None:
+        """Ends what waits here; the copy in progress is finished, it may be the newest complete one."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def settle(self, timeout_s: float) -> bool:
+        """Ends both threads; False when one is stuck. The backend must have been aborted."""
+        self.interrupt()
+        self._copies.put(None)
+        self._threads[0].join(timeout_s)
+        self._rounds.put(None)
+        self._threads[1].join(timeout_s)
+        return not any(t.is_alive() for t in self._threads)
+
+    def _is_committed(self, generation: int) -> bool:
+        return self._ledger.committed is not None and self._ledger.committed >= generation
+
+    def _writable(self) -> int | None:
+        with self._changed:
+            started = time.perf_counter()
+            self._changed.wait_for(lambda: self._ended or self._ledger.writable() is not None, self._max_stall_s)
+            self.stalled_s += time.perf_counter() - started
+            if self._ended:
+                raise Interrupted
+            return self._ledger.writable()
+
+    def _copy_loop(self) -> None:
+        while (job := self._copies.get()) is not None:
+            generation, index, record_bytes = job
+            try:
+                self._copy([(self._views[index][place], live) for place, live in self._state.stable()])
+            finally:
+                self._copied.set()
+            self._segment.slots[index].seal(self._epoch, generation, record_bytes)
+            self._rounds.put((generation, index))
+
+    def _round_loop(self) -> None:
+        while (job := self._rounds.get()) is not None:
+            if self._ended:
+                continue
+            generation, index = job
+            committed = self._round(generation, index)
+            with self._changed:
+                self._ledger.resolve(generation, committed)
+                self._changed.notify_all()
+            if committed and self._unprotected_since is not None:
+                self._report("protected", generation=generation, unprotected_since=self._unprotected_since)
+                self._unprotected_since = None
+
+    def _round(self, generation: int, index: int | None) -> bool:
+        """Runs the round of one generation; True when it is complete on all ranks."""
+        slot = None if index is None else self._segment.slots[index]
+        works = []
+        if self._partner is not None:
+            works = send_slot(self._backend, slot, index or 0, self._partner)
+        complete = slot is not None
+        for rank in sorted(self._kept):
+            try:
+                complete &= receive_slot(self._backend, self._kept[rank].slots, rank, self._epoch) == generation
+            except StateError as error:
+                complete = False
+                self._report("damaged", rank=rank, error=str(error))
+        for work in works:
+            work.wait()
+        return self._all_hold(generation if complete else _SKIPPED) == generation
+
+    def _all_hold(self, generation: int) -> int | None:
+        """The generation that every rank passed, or None when they differ."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        ends = torch.tensor([generation, -generation], dtype=torch.int64)
+        self._backend.allreduce([ends], options).wait()
+        low, high = int(ends[0]), -int(ends[1])
+        return low if low == high else None
+
+    def _guard(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except Exception as error:
+            self._copied.set()
+            if not self._ended:
+                self._report("broken", error=f"{type(error).__name__}: {error}"[:500])
+            self.interrupt()
+
+
+def _bytes_tensor(buffer: bytearray) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _chunks(memory: memoryview) -> list[torch.Tensor]:
+    return [torch.frombuffer(memory[at : at + _CHUNK], dtype=torch.uint8) for at in range(0, len(memory), _CHUNK)]

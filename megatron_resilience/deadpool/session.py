@@ -1,0 +1,476 @@
+"""One rank's life under ``--deadpool``: join an epoch, train, be interrupted, join the next.
+
+The same road serves first starts, survivors, ranks restarted in place and promoted spares:
+
+    settle → say what we hold → meet (store, groups) → restore → rebuild → verify → commit → train
+
+A newer epoch interrupts it anywhere, and it starts again from the top; nothing that the next attempt needs is
+destroyed before the commit.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_resilience.accelerator.base import Accelerator
+from megatron_resilience.control.link import AgentLink
+from megatron_resilience.deadpool.config import DeadpoolConfig
+from megatron_resilience.deadpool.placement import partners
+from megatron_resilience.deadpool.protection import (
+    Protection,
+    TrainingState,
+    receive_slot,
+    send_slot,
+    views,
+)
+from megatron_resilience.deadpool.recovery import RestorePlan
+from megatron_resilience.errors import Interrupted, StateError
+from megatron_resilience.state.inventory import ITEM_SIZES
+from megatron_resilience.state.ledger import Ledger
+from megatron_resilience.state.memory import SharedMemory
+from megatron_resilience.state.segment import Segment, Shape, Slot
+from megatron_resilience.topology.epoch import Epoch
+from megatron_resilience.topology.groups import GroupSwitch, live_handles
+from megatron_resilience.transport.base import Fabric, GroupKey
+from megatron_resilience.transport.gloo import GlooFabric
+from megatron_resilience.transport.store import StoreClient
+
+MEETING_TIMEOUT_S = 60.0
+"""For ranks that are already on their way to meet each other; deaths among them end it much earlier."""
+REPLICA_TIMEOUT_S = 24 * 3600.0
+"""A partner may legitimately be busy for long (evaluation, a checkpoint): only an abort ends the wait."""
+STUCK_EXIT = 78
+"""Exit status of a rank that could not leave a dead world; its agent starts it again in place."""
+
+
+class RestorableState(TrainingState, Protocol):
+    """What a session needs of the live training state beyond what protection reads."""
+
+    rank: int
+    world_size: int
+
+    def dp_groups(self) -> list[list[int]]:
+        """All data-parallel groups of the job as global ranks, in ring order."""
+
+    def load(self, tensors: list[torch.Tensor], volatile_only: bool = False) -> None:
+        """Makes the live tensors what a slot holds, in inventory order. No collectives."""
+
+    def load_record(self, record: dict[str, Any]) -> None:
+        """Makes the live scalars what a record says. No collectives."""
+
+    def rebuild(self) -> None:
+        """Recomputes what the inventory leaves out (model parameters from masters). Collectives."""
+
+    def disagreements(self) -> list[str]:
+        """Names of parameters that differ among ranks which must hold the same. Collectives."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank runs: its node's id, address of the configured interface."""
+
+    node: str
+    address: str
+
+
+class Session:
+    """See the module.
+
+    Args:
+        link: to the agent.
+        place: of this process.
+        config: the settings.
+        state: the live state.
+        device_fabric: makes the fabric for device tensors from ``(store, rank)``, or None on CPU.
+        device: that training runs on.
+        timeout_s: of a collective of training (Megatron's ``--distributed-timeout-minutes``).
+    """
+
+    def __init__(
+        self,
+        link: AgentLink,
+        place: Place,
+        config: DeadpoolConfig,
+        state: RestorableState,
+        device_fabric: Callable[[Any, int], Fabric] | None,
+        device: Accelerator,
+        timeout_s: float,
+    ) -> None:
+        self._link = link
+        self._place = place
+        self._config = config
+        self._state = state
+        self._device_fabric = device_fabric
+        self._device = device
+        self._timeout_s = timeout_s
+        self._switch = GroupSwitch()
+        self._lock = threading.Lock()
+        self._to_abort: list[Any] = []
+        self._fabrics: list[Fabric] = []
+        self._store: StoreClient | None = None
+        self._epoch = 0
+        self._fresh = False
+        self._first_generation = 0
+        self._partner: int | None = None
+        self._restored_slot = 0
+        self._replica: Any = None
+        self._segment: Segment | None = None
+        self._kept: dict[int, Segment] = {}
+        self._ledger = Ledger()
+        self._protection: Protection | None = None
+        self._control: Any = None
+        self._times: dict[str, float] = {}
+        link.on_epoch = self._on_epoch
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch this rank trains in."""
+        return self._epoch
+
+    def join(self) -> int:
+        """Joins the newest epoch; returns the generation from which training goes on.
+
+        Raises:
+            StateError: parameters differ among replicas after the restore; nothing may train on that.
+        """
+        while True:
+            epoch = self._link.wait_epoch(self._epoch)
+            try:
+                return self._join(epoch)
+            except Interrupted:
+                continue
+            except (RuntimeError, dist.DistError) as error:
+                if not self._superseded(epoch.number, error):
+                    raise
+
+    def interrupted(self, error: BaseException) -> bool:
+        """Whether an exception out of the training loop means that the world has changed.
+
+        A broken connection may be noticed here before anybody else knows why: it is reported, and the agents
+        find out who died.
+        """
+        if isinstance(error, Interrupted) or self._link.latest() > self._epoch:
+            return self._superseded(self._epoch, error)
+        return is_communication_error(error) and self._superseded(self._epoch, error)
+
+    def reload_volatile(self, generation: int) -> None:
+        """Last thing before training goes on: rebuilding iterators draws random numbers, the slot has the last word."""
+        assert self._segment is not None
+        index = self._ledger.slot_of(generation)
+        if index is not None:
+            self._state.load(views(self._segment.slots[index], self._state.inventory), volatile_only=True)
+
+    def protect(self, generation: int) -> None:
+        """On entry to the step after ``generation``: protects the state as it stands."""
+        assert self._protection is not None
+        self._link.send("progress", generation=generation, stalled=self._protection.stalled_s)
+        self._check()
+        self._protection.protect(generation)
+        if generation == self._first_generation and self._fresh:
+            # Nothing may be lost from the first step on.
+            self._protection.wait_committed(generation)
+            self._fresh = False
+
+    def before_optimizer(self) -> None:
+        """Before anything changes the state."""
+        assert self._protection is not None
+        self._protection.wait_copied()
+        self._check()
+
+    def after_step(self, generation: int) -> None:
+        """After a step has completed: the end of a recovery's time is the first of these."""
+        if "first_step" not in self._times:
+            self._mark("first_step")
+            self._link.send("stepped", epoch=self._epoch, generation=generation, times=self._times)
+
+    def finish(self) -> None:
+        """After the last iteration: returns when every rank is through; from then on nothing is protected.
+
+        Raises:
+            Interrupted, RuntimeError: somebody died before; the loop is entered again.
+        """
+        self._barrier()
+        self._link.send("finished", epoch=self._epoch)
+        self._end_protection()
+
+    # -- joining -----------------------------------------------------------------------------------
+
+    def _join(self, epoch: Epoch) -> int:
+        self._times = {}
+        self._mark("told")
+        self._end_protection()
+        self._mark("settled")
+        self._link.send("ready", epoch=epoch.number, rank=self._state.rank)
+        self._meet(epoch)
+        self._mark("met")
+        self._provide_memory(epoch)
+        if epoch.fresh:
+            generation = int(self._state.record()["iteration"])
+        else:
+            plan = self._link.wait_plan(epoch.number)
+            self._restore(epoch, plan)
+            generation = plan.generation
+        self._mark("restored")
+        if not epoch.fresh:
+            self._state.rebuild()
+        if self._config.verify:
+            differing = self._state.disagreements()
+            if differing:
+                text = (
+                    f"rank {self._state.rank}: after the restore to generation {generation} these parameters "
+                    f"differ from their replicas: {', '.join(differing[:5])}"
+                )
+                self._link.send("fatal", error=text)
+                raise StateError(text)
+        self._mark("verified")
+        self._commit(epoch, generation)
+        self._mark("committed")
+        return generation
+
+    def _meet(self, epoch: Epoch) -> None:
+        """Store and groups of the epoch, and an exchange of the transports beneath the handles."""
+        rank = self._state.rank
+        self._release()
+        self._register(epoch, store := StoreClient(*epoch.store, epoch.token, MEETING_TIMEOUT_S))
+        self._store = store
+        gloo = GlooFabric(store.store, rank, self._place.address, self._timeout_s)
+        self._register(epoch, gloo)
+        fabrics: dict[str, Fabric] = {"cpu": gloo}
+        if self._device_fabric is not None:
+            fabrics["cuda"] = self._device_fabric(store.store, rank)
+            self._register(epoch, fabrics["cuda"])
+        self._fabrics = list(fabrics.values())
+        everyone = tuple(range(epoch.world_size))
+        self._control = gloo.build(GroupKey("resilience-control", everyone))
+        self._replica = gloo.build(GroupKey("resilience-replica", everyone), REPLICA_TIMEOUT_S)
+        built = self._switch.build(live_handles(), fabrics)
+        for fabric in self._fabrics:
+            fabric.built()
+        # Installed only when all ranks have all their groups: a member that starts early could
+        # otherwise take down a peer that is still connecting.
+        store.barrier("met", epoch.world_size, MEETING_TIMEOUT_S)
+        self._check(epoch.number)
+        self._switch.install(built)
+
+    def _provide_memory(self, epoch: Epoch) -> None:
+        """This rank's segment, and those it keeps for others, from the agent."""
+        assert self._store is not None
+        state, store = self._state, self._store.store
+        nodes = [epoch.node_of(rank) for rank in range(epoch.world_size)]
+        chosen = partners(nodes, state.dp_groups()) if self._config.replicas else []
+        self._partner = chosen[state.rank] if chosen else None
+        shape = state.inventory.shape
+        store.set(f"shape/{state.rank}", f"{shape.payload_bytes} {shape.digest.hex()}")
+        if epoch.fresh and state.rank == 0:
+            self._announce(epoch, chosen, store)
+        shapes = {state.rank: shape}
+        for rank, keeper in enumerate(chosen):
+            if keeper == state.rank:
+                size, digest = store.get(f"shape/{rank}").decode().split()
+                shapes[rank] = Shape(int(size), bytes.fromhex(digest))
+        wanted = {r: s for r, s in shapes.items() if r not in self._kept and (r != state.rank or not self._segment)}
+        if not wanted:
+            return
+        fds = self._link.request_memory(state.rank, {r: s.segment_bytes for r, s in wanted.items()})
+        for rank, fd in fds.items():
+            memory = SharedMemory(fd, wanted[rank].segment_bytes)
+            segment = Segment(memory.buffer, wanted[rank])
+            if rank == state.rank:
+                self._segment = segment
+                self._device.pin(torch.frombuffer(memory.buffer, dtype=torch.uint8))
+            else:
+                self._kept[rank] = segment
+
+    def _announce(self, epoch: Epoch, chosen: list[int], store: Any) -> None:
+        """Prints what protection takes, before it is taken: bytes per rank, and of the fullest node."""
+        sizes = [int(store.get(f"shape/{rank}").decode().split()[0]) for rank in range(epoch.world_size)]
+        segments = [Shape(size, b"").segment_bytes for size in sizes]
+        nodes = dict.fromkeys(epoch.slots, 0)
+        for rank, size in enumerate(segments):
+            nodes[epoch.node_of(rank)] += size
+            if chosen:
+                nodes[epoch.node_of(chosen[rank])] += size
+        kinds = ", ".join(f"{k.value} {b / 2**20:.1f}" for k, b in self._state.inventory.bytes_by_kind().items())
+        fullest = max(nodes, key=nodes.__getitem__)
+        print(
+            f"[megatron-resilience] protection: {max(sizes) / 2**20:.1f} MiB per generation and rank (rank 0: {kinds}), "
+            f"two generations, {self._config.replicas} copy elsewhere; "
+            f"{nodes[fullest] / 2**20:.0f} MiB of host memory on node {fullest}",
+            flush=True,
+        )
+
+    def _restore(self, epoch: Epoch, plan: RestorePlan) -> None:
+        """Own copy where there is one, else the partner's over the network, into the slot of the same index."""
+        assert self._segment is not None
+        mine = plan.sources[self._state.rank]
+        works = []
+        for rank, source in enumerate(plan.sources):
+            if source.holder == self._state.rank and rank != self._state.rank:
+                slot = self._kept[rank].slots[source.slot]
+                self._trust(slot, rank)
+                works += send_slot(self._replica, slot, source.slot, rank)
+        if mine.holder != self._state.rank:
+            receive_slot(self._replica, self._segment.slots, mine.holder, epoch.number)
+        for work in works:
+            work.wait()
+        slot = self._segment.slots[mine.slot]
+        self._trust(slot, self._state.rank)
+        if slot.verify().generation != plan.generation:
+            raise StateError(f"slot {mine.slot} holds another generation than {plan.generation}")
+        self._state.load(views(slot, self._state.inventory))
+        self._state.load_record(slot.read_record())
+        self._restored_slot = mine.slot
+
+    def _trust(self, slot: Slot, rank: int) -> None:
+        """Lets only an undamaged copy through.
+
+        Raises:
+            RuntimeError: the checksum does not match. The copy is discarded, and the next epoch, which this error
+                leads to, is planned without it: from another copy, or an older generation.
+        """
+        try:
+            slot.verify()
+        except StateError as error:
+            slot.discard()
+            self._link.send("damaged", rank=rank, error=str(error))
+            raise RuntimeError(f"connection given up: a copy of rank {rank} is damaged") from error
+
+    def _commit(self, epoch: Epoch, generation: int) -> None:
+        self._barrier(generation)
+        self._epoch = epoch.number
+        self._first_generation = generation
+        self._fresh = epoch.fresh
+        assert self._segment is not None
+        self._settle_slots(epoch, generation)
+        protection = Protection(
+            epoch.number,
+            self._state,
+            self._segment,
+            self._ledger,
+            self._partner,
+            self._kept,
+            self._replica,
+            self._config.max_stall_s,
+            lambda kind, **fields: self._link.send(kind, rank=self._state.rank, **fields),
+            self._copy_aside,
+        )
+        with self._lock:
+            self._protection = protection
+        self._link.send("joined", epoch=epoch.number, generation=generation, times=self._times)
+
+    def _settle_slots(self, epoch: Epoch, generation: int) -> None:
+        """Frees what the commit made obsolete. Not before: until then an older generation may still be needed."""
+        assert self._segment is not None
+        if epoch.fresh:
+            self._ledger = Ledger()
+            return
+        self._ledger.resume(generation, self._restored_slot)
+        for index, other in enumerate(self._segment.slots):
+            if index != self._restored_slot:
+                other.discard()
+        for segment in self._kept.values():
+            for slot in segment.slots:
+                header = slot.header()
+                if header is not None and header.generation > generation:
+                    slot.discard()
+
+    def _copy_aside(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with self._device.copy_stream():
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+            done = self._device.record_copy_event()
+        done.synchronize()
+
+    def _barrier(self, generation: int = 0) -> None:
+        """All ranks, at the same generation.
+
+        Raises:
+            StateError: they are not.
+            RuntimeError: somebody is gone.
+        """
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        ends = torch.tensor([generation, -generation], dtype=torch.int64)
+        self._control.allreduce([ends], options).wait()
+        if int(ends[0]) != generation or int(ends[1]) != -generation:
+            raise StateError(f"ranks stand at generations {int(ends[0])} to {-int(ends[1])}")
+
+    # -- interruption ------------------------------------------------------------------------------
+
+    def _on_epoch(self, epoch: Epoch) -> None:
+        """On the link's thread: whatever this process is doing belongs to the past."""
+        with self._lock:
+            for thing in self._to_abort:
+                thing.abort()
+            if self._protection is not None:
+                self._protection.interrupt()
+
+    def _register(self, epoch: Epoch, thing: Any) -> None:
+        with self._lock:
+            self._to_abort.append(thing)
+        self._check(epoch.number)
+
+    def _check(self, number: int | None = None) -> None:
+        if self._link.latest() > (self._epoch if number is None else number):
+            raise Interrupted
+
+    def _superseded(self, number: int, error: BaseException) -> bool:
+        """Waits for the epoch that explains an error; False when none comes."""
+        if self._link.latest() <= number:
+            self._link.send("broken", rank=self._state.rank, epoch=number, error=str(error)[:500])
+        try:
+            self._link.wait_epoch(number, timeout_s=MEETING_TIMEOUT_S)
+        except TimeoutError:
+            return False
+        return True
+
+    def _end_protection(self) -> None:
+        with self._lock:
+            protection, self._protection = self._protection, None
+        if protection is not None and not protection.settle(self._config.unblock_timeout_s):
+            self._link.send("stuck", rank=self._state.rank)
+            os._exit(STUCK_EXIT)
+
+    def _release(self) -> None:
+        """Buries the world of the last epoch, or of an attempt that failed."""
+        with self._lock:
+            things, self._to_abort = self._to_abort, []
+        for thing in things:
+            if isinstance(thing, Fabric):
+                thing.bury()
+            else:
+                thing.close()
+        self._fabrics = []
+
+    def _mark(self, phase: str) -> None:
+        self._times[phase] = time.time()
+
+
+_COMMUNICATION = (
+    "gloo",
+    "nccl",
+    "connection",
+    "socket",
+    "broken pipe",
+    "timed out",
+    "tcpstore",
+    "the epoch was aborted",
+)
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an exception came from torch.distributed or a transport beneath it."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(w in str(error).lower() for w in _COMMUNICATION)
+
+
+assert all(hasattr(torch, name) for name in ITEM_SIZES), "state.inventory names a dtype that torch lacks"
