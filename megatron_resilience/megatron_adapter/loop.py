@@ -1,0 +1,188 @@
+"""The door of ``train()``: where a rank joins an epoch, is interrupted, and resumes.
+
+An iteration is atomic: its step *and* its tail (logging, evaluation, checkpoint, exit decision). A generation is what stands
+on entry to the next step; a rank that is interrupted anywhere leaves ``train()`` by an exception, everyone goes back to
+the newest complete generation, and the interrupted iteration is done again as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import get_args, training
+
+from megatron_resilience import accelerator
+from megatron_resilience.control.link import AgentLink
+from megatron_resilience.control.node import ADDRESS, NEWCOMER, NODE
+from megatron_resilience.deadpool.config import DeadpoolConfig
+from megatron_resilience.deadpool.session import Place, Session
+from megatron_resilience.megatron_adapter.data import DataCursors
+from megatron_resilience.megatron_adapter.repair import repair
+from megatron_resilience.megatron_adapter.startup import Newcomer
+from megatron_resilience.megatron_adapter.state import MegatronState
+
+
+def install(config: DeadpoolConfig, link: AgentLink, args: Any) -> None:
+    """Wraps Megatron's training module. Called once per process, before ``pretrain()``; ``args`` just parsed."""
+    cursors = DataCursors()
+    cursors.install()
+    newcomer = Newcomer(args) if NEWCOMER in os.environ else None
+    guard = Guard(config, link, cursors, newcomer)
+    guard.install()
+
+
+class Guard:
+    """Holds what the wrappers of one process share."""
+
+    def __init__(
+        self, config: DeadpoolConfig, link: AgentLink, cursors: DataCursors, newcomer: Newcomer | None
+    ) -> None:
+        self._config = config
+        self._link = link
+        self._cursors = cursors
+        self._newcomer = newcomer
+        self._session: Session | None = None
+        self._state: MegatronState | None = None
+        self._resumed = False
+
+    def install(self) -> None:
+        """Wraps the functions of ``megatron.training.training`` that ``train()`` calls through its module."""
+        self._train = training.train
+        self._train_step = training.train_step
+        self._training_log = training.training_log
+        self._checkpoint_and_decide_exit = training.checkpoint_and_decide_exit
+        training.train = self.train
+        training.train_step = self.train_step
+        training.training_log = self.training_log
+        training.checkpoint_and_decide_exit = self.checkpoint_and_decide_exit
+
+    def train(
+        self,
+        forward_step_func: Any,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        train_data_iterator: Any,
+        valid_data_iterator: Any,
+        process_non_loss_data_func: Any,
+        config: Any,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """``train()`` that survives the deaths of others."""
+        args = get_args()
+        state = MegatronState(model, optimizer, opt_param_scheduler, args)
+        state.loop = {"start": args.iteration, "report_memory": True, "totals": {}}
+        device = accelerator.select()
+        session = Session(
+            self._link,
+            Place(os.environ[NODE], os.environ[ADDRESS]),
+            self._config,
+            state,
+            self._device_fabric(device, args),
+            device,
+            timeout_s=args.distributed_timeout_minutes * 60.0,
+        )
+        self._state, self._session = state, session
+        rerun_mode = get_rerun_state_machine().get_mode()
+        self._wrap_optimizer(optimizer)
+        generation = session.join()
+        if self._newcomer is not None:
+            self._newcomer.promoted(args)
+        again = self._newcomer is not None
+        while True:
+            if again:
+                repair(model, optimizer, args, rerun_mode, [config])
+                self._cursors.rewind(args.consumed_train_samples, args.consumed_valid_samples, args.dataloader_type)
+                session.reload_volatile(generation)
+                self._resumed = True
+            try:
+                result = self._train(
+                    forward_step_func,
+                    model,
+                    optimizer,
+                    opt_param_scheduler,
+                    train_data_iterator,
+                    valid_data_iterator,
+                    process_non_loss_data_func,
+                    config,
+                    *rest,
+                    **kwargs,
+                )
+                session.finish()
+                return result
+            except SystemExit:
+                # Megatron's own early end (--exit-interval, a signal): everybody takes it together.
+                session.finish()
+                raise
+            except Exception as error:
+                if not session.interrupted(error):
+                    raise
+                # A cached exception would keep the dead step's tensors alive.
+                error.__traceback__ = None
+            generation = session.join()
+            again = True
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Protects the generation that stands, then takes the step."""
+        assert self._session is not None and self._state is not None
+        iteration = kwargs["iteration"]
+        self._state.iteration = iteration
+        self._session.protect(iteration)
+        result = self._train_step(*args, **kwargs)
+        self._session.after_step(iteration + 1)
+        return result
+
+    def training_log(self, loss_dict: Any, total_loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Averages over a logging interval as if nobody had left ``train()``.
+
+        Its accumulators and its idea of the first iteration are locals of ``train()``: after a re-entry they
+        are filled from the generation's record.
+        """
+        assert self._state is not None
+        loop, arguments = self._state.loop, list(args)
+        iteration, report_memory = 1, 3  # places in Megatron's signature after the first two
+        if self._resumed:
+            self._resumed = False
+            total_loss_dict.update(loop["totals"])
+            arguments[report_memory] = loop["report_memory"]
+        kwargs["is_first_iteration"] = arguments[iteration] == loop["start"] + 1
+        loop["report_memory"] = self._training_log(loss_dict, total_loss_dict, *arguments, **kwargs)
+        loop["totals"] = dict(total_loss_dict)
+        return loop["report_memory"]
+
+    def checkpoint_and_decide_exit(
+        self,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        iteration: int,
+        operations: float,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Learns the count of floating-point operations, which is a local of ``train()``."""
+        assert self._state is not None
+        self._state.floating_point_operations = operations
+        return self._checkpoint_and_decide_exit(model, optimizer, scheduler, iteration, operations, *rest, **kwargs)
+
+    def _wrap_optimizer(self, optimizer: Any) -> None:
+        step = optimizer.step
+
+        @functools.wraps(step)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            assert self._session is not None
+            self._session.before_optimizer()
+            return step(*args, **kwargs)
+
+        optimizer.step = guarded
+
+    def _device_fabric(self, device: accelerator.Accelerator, args: Any) -> Any:
+        if device.distributed_backend == "gloo":
+            return None
+        from megatron_resilience.transport.nccl import NcclFabric
+
+        return lambda store, rank: NcclFabric(store, rank, args.distributed_timeout_minutes * 60.0)
