@@ -1,0 +1,80 @@
+import megatron_resilience.autoload  # noqa: F401, I001
+
+# examples/train_gpt.py, left and entered again on purpose at every iteration (LEAVE_IN names the function whose end is
+# the moment; no process dies), or with one death in it: the rank named by DIE_RANK kills its whole node, itself included,
+# with
+# SIGKILL, DIE_AFTER seconds into the function DIE_IN of iteration DIE_AT. Once: a marker file remembers it.
+
+import os
+import runpy
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.pipeline_parallel import schedules
+from megatron.training import get_args, training
+
+MOMENTS = {
+    "forward": (schedules, "forward_step"),
+    "backward": (schedules, "backward_step"),
+    "reduction": (_ParamAndGradBucketGroup, "finish_grad_sync"),
+    "optimizer": (torch.optim.AdamW, "step"),
+    "gather": (_ParamAndGradBucketGroup, "start_param_sync"),
+    "logging": (training, "training_log"),
+    "checkpoint": (training, "save_checkpoint_and_time"),
+    "evaluation": (training, "evaluate_and_print_results"),
+}
+
+
+def kill_this_node():
+    agent = psutil.Process().parent().parent()
+    for process in [agent, *agent.children(recursive=True)]:
+        if process.pid != os.getpid():
+            os.kill(process.pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm():
+    owner, name = MOMENTS[os.environ["DIE_IN"]]
+    original = getattr(owner, name)
+    marker = Path(os.environ["DIE_MARKER"])
+
+    def armed(*args, **kwargs):
+        due = get_args().curr_iteration + 1 >= int(os.environ["DIE_AT"]) and not marker.exists()
+        if due:
+            marker.touch()
+            delay = float(os.environ["DIE_AFTER"])
+            if delay == 0:
+                kill_this_node()
+            threading.Thread(target=lambda: (time.sleep(delay), kill_this_node()), daemon=True).start()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, armed)
+
+
+def leave():
+    owner, name = MOMENTS[os.environ["LEAVE_IN"]]
+    original = getattr(owner, name)
+    left = set()
+
+    def leaving(*args, **kwargs):
+        result = original(*args, **kwargs)
+        iteration = get_args().curr_iteration
+        if iteration not in left:
+            left.add(iteration)
+            raise RuntimeError("gloo: left on purpose")
+        return result
+
+    setattr(owner, name, leaving)
+
+
+if __name__ == "__main__":
+    if "LEAVE_IN" in os.environ:
+        leave()
+    elif os.environ["RANK"] == os.environ["DIE_RANK"]:
+        arm()
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_gpt.py"), run_name="__main__")
