@@ -1,0 +1,1 @@
+"""Benchmarks with goals: ``python -m megatron_resilience.bench NAME [...]``, one module per name."""

@@ -1,0 +1,97 @@
+"""One routing problem, the same on every rank: two state spaces, and where each shard lies or must lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_resilience.routing.holders import NOWHERE, missing_regions
+from megatron_resilience.vps.space import StateSpace
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """From ``source`` to ``target``.
+
+    Attributes:
+        source, target: the same catalogue under two layouts.
+        source_at: int64 (source world,), endpoint that serves each source rank's shard, NOWHERE if lost.
+        target_at: int64 (target world,), endpoint that becomes each target rank.
+        ranks_per_node: endpoints are numbered node by node.
+    """
+
+    source: StateSpace
+    target: StateSpace
+    source_at: np.ndarray
+    target_at: np.ndarray
+    ranks_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        for space, at, side in (
+            (self.source, self.source_at, "source"),
+            (self.target, self.target_at, "target"),
+        ):
+            if len(at) != space.layout.world:
+                raise ValueError(f"{side} layout {space.layout} has {space.layout.world} ranks, not {len(at)}")
+        if len(np.unique(self.target_at)) != len(self.target_at):
+            raise ValueError("two target ranks share an endpoint")
+
+    @cached_property
+    def source_copy(self) -> np.ndarray:
+        """int64 (2, tensors): copy of each tensor from which target copy 0 or 1 is fed.
+
+        A copy feeds its like, so that nothing moves where nothing changes; where it is not held completely,
+        the other copy does.
+        """
+        inst = self.source.instances
+        tied = np.flatnonzero(inst.second >= 0)
+        out = np.zeros((2, len(inst.first)), np.int64)
+        out[1, tied] = 1
+        if (self.source_at >= 0).all():
+            return out
+        for tensor in tied.tolist():
+            whole = [self._stage_held(int(inst.pp[r])) for r in (inst.first[tensor], inst.second[tensor])]
+            for copy in (0, 1):
+                if not whole[copy] and whole[1 - copy]:
+                    out[copy, tensor] = 1 - copy
+        return out
+
+    def _stage_held(self, pp: int) -> bool:
+        grid, layout = self.source.layout.dense, self.source.layout
+        ranks = np.arange(layout.world)
+        return bool((self.source_at[ranks[ranks // grid.stride_pp % layout.pp == pp]] >= 0).all())
+
+    def check_covered(self) -> None:
+        """Refuse a problem whose sources do not hold everything.
+
+        Raises:
+            ValueError: naming regions nobody holds.
+        """
+        if (self.source_at == NOWHERE).any():
+            missing = missing_regions(self.source, self.source_at)
+            if missing:
+                more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+                raise ValueError(f"nobody holds {'; '.join(missing[:5])}{more}")
+
+
+def relayout(source: StateSpace, target: StateSpace, lost: tuple[int, ...] = (), ranks_per_node: int = 8) -> Problem:
+    """A change of layout on the survivors of ``lost``: endpoints are the source's ranks, then new ones.
+
+    The shard of a lost rank is served by the replica on the next surviving node (the product's placement
+    puts it in another failure domain; here the next node stands for it, and on one node the next rank).
+    """
+    world = source.layout.world
+    source_at = np.arange(world)
+    dead = set(lost)
+    if dead - set(range(world)):
+        raise ValueError(f"lost ranks {sorted(dead - set(range(world)))} are not in a layout of {world} ranks")
+    for rank in sorted(dead):
+        # A shard has one replica, one node further on; when that is dead too, the shard is lost.
+        partner = (rank + (ranks_per_node if world > ranks_per_node else 1)) % world
+        source_at[rank] = NOWHERE if partner in dead else partner
+    alive = [r for r in range(world) if r not in dead]
+    extra = range(world, world + max(0, target.layout.world - len(alive)))
+    target_at = np.array([*alive, *extra][: target.layout.world], np.int64)
+    return Problem(source, target, source_at, target_at, ranks_per_node)

@@ -1,0 +1,155 @@
+"""Instances: every place where a layout keeps a logical tensor, with its flat offset, as arrays.
+
+A tensor has one instance (a stage, and for experts an EP rank); a tied embedding has two when PP > 1.
+All TP and DP ranks of the place share the row: local shapes and offsets do not depend on them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_resilience.vps.catalogue import Catalogue
+from megatron_resilience.vps.flat import FlatBuffer, bucket_size, flat_buffer
+from megatron_resilience.vps.layout import Layout
+from megatron_resilience.vps.stages import stage_of_layers
+from megatron_resilience.vps.tensors import Kind, Place, nearest_divisors
+
+
+@dataclass(frozen=True)
+class BufferOf:
+    """A flat buffer of one (pipeline rank, model chunk) and the instances in it for EP rank 0.
+
+    Attributes:
+        instances: int64, rows of `Instances` in the order of ``named_parameters()``.
+    """
+
+    pp: int
+    chunk: int
+    expert: bool
+    dtype: str
+    instances: np.ndarray
+    flat: FlatBuffer
+
+
+@dataclass(frozen=True)
+class Instances:
+    """All instances of a layout; int64 arrays of one length unless said otherwise.
+
+    Attributes:
+        tensor: number in the catalogue.
+        copy: 0, or 1 for the second copy of a tied embedding.
+        pp, chunk, ep: place.
+        numel: elements of the local tensor, vocabulary padding included.
+        start: offset in the flat buffer; 0 where the tensor is not in one.
+        bucket_start, shard: start of the bucket and elements of it per shard.
+        first, second: per catalogue tensor, its row; ``second`` is -1 where there is one copy only.
+        buffers: every flat buffer, for the comparison with Megatron.
+    """
+
+    tensor: np.ndarray
+    copy: np.ndarray
+    pp: np.ndarray
+    chunk: np.ndarray
+    ep: np.ndarray
+    numel: np.ndarray
+    start: np.ndarray
+    bucket_start: np.ndarray
+    shard: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+    buffers: tuple[BufferOf, ...]
+
+
+def build_instances(catalogue: Catalogue, layout: Layout, numel: np.ndarray) -> Instances:
+    """Place every tensor of ``catalogue`` under ``layout``.
+
+    Args:
+        numel: int64 (tensors,), elements of one rank's local tensor.
+
+    Raises:
+        ValueError: layers do not fit the stages, or experts are not divisible by EP.
+    """
+    if layout.ep > 1 and (catalogue.experts == 0 or catalogue.experts % layout.ep):
+        raise ValueError(
+            f"EP={layout.ep} does not divide the {catalogue.experts} experts of {catalogue.name}; nearest EP "
+            f"that do: {nearest_divisors(max(1, catalogue.experts), layout.ep)}"
+        )
+    tensor, copy, pp, chunk = _places(catalogue, layout)
+    expert = catalogue.columns.expert[tensor]
+    per_ep = max(1, catalogue.experts // layout.ep)
+    ep = np.where(expert >= 0, expert // per_ep, 0)
+    count = len(tensor)
+    first = np.full(len(catalogue.tensors), -1, np.int64)
+    second = first.copy()
+    first[tensor[copy == 0]] = np.flatnonzero(copy == 0)
+    second[tensor[copy == 1]] = np.flatnonzero(copy == 1)
+    start, bucket_start, shard = (np.zeros(count, np.int64) for _ in range(3))
+    buffers = _fill_buffers(catalogue, layout, (tensor, pp, chunk, ep, numel), (start, bucket_start, shard))
+    return Instances(tensor, copy, pp, chunk, ep, numel[tensor], start, bucket_start, shard, first, second, buffers)
+
+
+def _places(catalogue: Catalogue, layout: Layout) -> tuple[np.ndarray, ...]:
+    """tensor, copy, pp, chunk of every instance, in the order of named_parameters() within a chunk."""
+    stages = stage_of_layers(catalogue.layers, layout)
+    last = (layout.pp - 1, layout.vpp - 1)
+    rows: list[tuple[int, int, int, int]] = []
+    tied: list[tuple[int, int, int, int]] = []
+    for number, tensor in enumerate(catalogue.tensors):
+        if tensor.place is Place.LAYER:
+            rows.append((number, 0, *stages[tensor.layer]))
+        elif tensor.place is Place.LAST:
+            rows.append((number, 0, *last))
+        else:
+            rows.append((number, 0, 0, 0))
+            if tensor.place is Place.TIED and layout.pp > 1:
+                # The copy is the output layer's weight, which Megatron registers last.
+                tied.append((number, 1, *last))
+    table = np.array(rows + tied, np.int64).reshape(-1, 4)
+    return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
+
+
+def _fill_buffers(
+    catalogue: Catalogue,
+    layout: Layout,
+    places: tuple[np.ndarray, ...],
+    out: tuple[np.ndarray, ...],
+) -> tuple[BufferOf, ...]:
+    tensor, pp, chunk, ep, local = places
+    start, bucket_start, shard = out
+    columns = catalogue.columns
+    own_buffer = (columns.expert[tensor] >= 0) & layout.separate_experts
+    trainable = columns.is_flat[tensor]
+    is_model = np.array([t.kind in (Kind.PARAMETER, Kind.FROZEN) for t in catalogue.tensors], bool)[tensor]
+    shared = np.array([t.place is Place.TIED for t in catalogue.tensors], bool)[tensor] & (layout.pp > 1)
+    dtype_names, dtypes = np.unique([t.dtype for t in catalogue.tensors], return_inverse=True)
+    dtype = dtypes[tensor]
+    buffers = []
+    # One pass over the instances, not one per stage: stages x instances would grow with PP.
+    group = ((pp * layout.vpp + chunk) * 2 + own_buffer) * len(dtype_names) + dtype
+    order = np.argsort(group, kind="stable")
+    order = order[trainable[order]]
+    edges = np.flatnonzero(np.diff(group[order], prepend=-1, append=-1))
+    per_rank = np.bincount(
+        pp[is_model & ((ep == 0) | ~own_buffer)],
+        weights=local[tensor][is_model & ((ep == 0) | ~own_buffer)],
+        minlength=layout.pp,
+    )
+    for low, high in itertools.pairwise(edges):
+        members = order[low:high]
+        stage, part, expert = int(pp[members[0]]), int(chunk[members[0]]), bool(own_buffer[members[0]])
+        grid = layout.expert if expert else layout.dense
+        sample = members[ep[members] == 0] if expert else members
+        limit = bucket_size(layout, stage, part, int(per_rank[stage]))
+        flat = flat_buffer(
+            local[tensor[sample]].tolist(), shared[sample].tolist(), grid.shards, limit, layout.pad_for_busbw
+        )
+        bounds = flat.buckets[flat.bucket]
+        for rank in range(grid.ep):
+            mine = members[ep[members] == rank] if expert else members
+            start[mine], bucket_start[mine] = flat.start, bounds[:, 0]
+            shard[mine] = (bounds[:, 1] - bounds[:, 0]) // grid.shards
+        buffers.append(BufferOf(stage, part, expert, str(dtype_names[dtype[sample[0]]]), sample, flat))
+    return tuple(buffers)

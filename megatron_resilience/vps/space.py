@@ -1,0 +1,200 @@
+"""The state of one model under one layout: F_P of DynaTrain, from ranks to boxes and from boxes to ranks.
+
+Both directions are closed forms vectorised over boxes: no loop over ranks, none over tensors x ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_resilience.vps.catalogue import Catalogue
+from megatron_resilience.vps.instances import Instances, build_instances
+from megatron_resilience.vps.layout import Grid, Layout
+from megatron_resilience.vps.pieces import Boxes, concatenate, ranges_to_local_boxes, repeat_ranges
+
+
+class StateSpace:
+    """A catalogue under a layout.
+
+    Args:
+        catalogue: the model.
+        layout: the layout.
+        sharded_optimizer: with the distributed optimizer (the default) trainable state lies in flat ranges
+            sharded over DP x CP; without it every data-parallel rank has all of it.
+
+    Raises:
+        ValueError: the layout cannot carry the model; names the dimension and the nearest sizes that do.
+    """
+
+    def __init__(self, catalogue: Catalogue, layout: Layout, sharded_optimizer: bool = True) -> None:
+        self.catalogue, self.layout = catalogue, layout
+        columns = catalogue.columns
+        self.flat = columns.is_flat & sharded_optimizer
+        # Classes of tensors that share their replica sets: dense/expert, cut/replicated, flat/replicated.
+        self.is_expert = columns.expert >= 0
+        self.tensor_class = self.is_expert * 4 + columns.is_cut * 2 + self.flat * 1
+        self._cut_tables()
+
+    def _cut_tables(self) -> None:
+        tensors = self.catalogue.tensors
+        width = max((len(t.cut.blocks) for t in tensors if t.cut), default=1)
+        count = len(tensors)
+        self.blocks = np.ones(count, np.int64)
+        self.tp = np.ones(count, np.int64)
+        self.global_start, self.global_end, self.local_size, self.local_start = (
+            np.zeros((count, width), np.int64) for _ in range(4)
+        )
+        multiple = self.layout.vocabulary_multiple
+        known: dict[tuple[object, int], list[int]] = {}
+        for t, tensor in enumerate(tensors):
+            cut = tensor.cut
+            if cut is None:
+                self.global_end[t, 0] = self.local_size[t, 0] = tensor.canonical_shape[1]
+                continue
+            tp = self.layout.expert_tp if tensor.expert >= 0 else self.layout.tp
+            sizes = known.get((cut, tp))
+            if sizes is None:
+                try:
+                    sizes = [cut.local(b, tp, multiple) for b in range(len(cut.blocks))]
+                except ValueError as error:
+                    raise ValueError(f"{tensor.name}: {error}") from None
+                known[(cut, tp)] = sizes
+            self.blocks[t], self.tp[t] = len(sizes), tp
+            begin = local = 0
+            for b, (size, part) in enumerate(zip(cut.blocks, sizes, strict=True)):
+                self.global_start[t, b], self.global_end[t, b] = begin, begin + size
+                self.local_start[t, b], self.local_size[t, b] = local, part
+                begin, local = begin + size, local + part
+        self.local_cut = self.local_size.sum(axis=1)
+        canonical = self.catalogue.columns.canonical
+        self.outer, self.inner = canonical[:, 0], canonical[:, 2]
+
+    @cached_property
+    def instances(self) -> Instances:
+        """Where the layout keeps every tensor."""
+        return build_instances(self.catalogue, self.layout, self.outer * self.local_cut * self.inner)
+
+    @cached_property
+    def replica_offsets(self) -> tuple[np.ndarray, ...]:
+        """Per tensor class, the rank offsets from a shard's base to all its replicas (sorted, first is 0)."""
+        offsets = []
+        for number in range(8):
+            grid = self.layout.expert if number & 4 else self.layout.dense
+            tp = np.arange(1 if number & 2 else grid.tp) * grid.stride_tp
+            shard = np.zeros(1, np.int64) if number & 1 else grid.shard_offset
+            offsets.append(np.sort((tp[:, None] + shard[None, :]).ravel()))
+        return tuple(offsets)
+
+    def boxes_of(self, rank: int) -> Boxes:
+        """Everything that ``rank`` owns, padding excluded.
+
+        Raises:
+            ValueError: the layout has no such rank.
+        """
+        parts = []
+        inst, layout = self.instances, self.layout
+        for expert, grid in ((False, layout.dense), (True, layout.expert)):
+            tp, ep, shard, pp = layout.coordinates(grid, rank)
+            here = (inst.pp == pp) & (self.is_expert[inst.tensor] == expert)
+            if expert:
+                here &= inst.ep == ep
+            rows = np.flatnonzero(here)
+            parts.append(self._boxes(rows, np.full(len(rows), tp), np.full(len(rows), shard), grid)[1])
+        return concatenate(parts)
+
+    def owned_range(self, rows: np.ndarray, shard: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Range [low, high) of each instance's local tensor that data-parallel ``shard`` owns (elements)."""
+        inst = self.instances
+        flat = self.flat[inst.tensor[rows]]
+        numel = inst.numel[rows]
+        begin = inst.bucket_start[rows] + shard * inst.shard[rows] - inst.start[rows]
+        low = np.where(flat, np.clip(begin, 0, numel), 0)
+        high = np.where(flat, np.clip(begin + inst.shard[rows], 0, numel), numel)
+        return low, high
+
+    def _boxes(self, rows: np.ndarray, tp: np.ndarray, shard: np.ndarray, grid: Grid) -> tuple[np.ndarray, Boxes]:
+        """Boxes of (instance row, tp, shard) triples of one grid: (index of the triple, boxes)."""
+        inst = self.instances
+        tensor = inst.tensor[rows]
+        low, high = self.owned_range(rows, shard)
+        at, o0, o1, c0, c1, i0, i1 = ranges_to_local_boxes(low, high, self.local_cut[tensor], self.inner[tensor])
+        # A box in local rows may span several blocks of the cut axis: one box per block.
+        expand, block = repeat_ranges(np.zeros(len(at), np.int64), self.blocks[tensor[at]])
+        at, o0, o1, c0, c1, i0, i1 = (x[expand] for x in (at, o0, o1, c0, c1, i0, i1))
+        t = tensor[at]
+        cut = self.catalogue.columns.is_cut[t]
+        coordinate = np.where(cut, tp[at], 0)
+        size, local = self.local_size[t, block], self.local_start[t, block]
+        shift = self.global_start[t, block] + coordinate * size - local
+        c0 = np.maximum(c0, local) + shift
+        c1 = np.minimum(np.minimum(c1, local + size) + shift, self.global_end[t, block])
+        base = grid.ranks(coordinate, inst.ep[rows[at]], np.where(self.flat[t], shard[at], 0), inst.pp[rows[at]])
+        boxes = Boxes(t, inst.copy[rows[at]], block, o0, o1, c0, c1, i0, i1, base)
+        keep = np.flatnonzero(c1 > c0)
+        return at[keep], boxes.take(keep)
+
+    def owners_of(self, boxes: Boxes, copy: np.ndarray) -> tuple[np.ndarray, Boxes]:
+        """All shards of this layout that share elements with ``boxes``.
+
+        Args:
+            boxes: boxes of the same catalogue, under any layout.
+            copy: int64 (n,), which copy of a tied tensor to look at; -1 where that copy does not exist
+            gives none.
+
+        Returns:
+            (row, parts): ``parts`` are the common boxes with ``base`` in this layout, ``row`` the box of
+            ``boxes`` each came from.
+        """
+        inst = self.instances
+        instance = np.where(copy == 1, inst.second[boxes.tensor], inst.first[boxes.tensor])
+        some = np.flatnonzero((copy >= 0) & (instance >= 0))
+        found = []
+        for expert, grid in ((False, self.layout.dense), (True, self.layout.expert)):
+            rows = some[self.is_expert[boxes.tensor[some]] == expert]
+            found.append(self._owners(boxes.take(rows), rows, instance[rows], grid))
+        return np.concatenate([f[0] for f in found]), concatenate([f[1] for f in found])
+
+    def _owners(self, boxes: Boxes, origin: np.ndarray, instance: np.ndarray, grid: Grid) -> tuple[np.ndarray, Boxes]:
+        inst = self.instances
+        # Boxes never span blocks of the cut axis, and blocks do not depend on the layout.
+        row, block, c0, c1, t = np.arange(len(boxes)), boxes.block, boxes.c0, boxes.c1, boxes.tensor
+        begin, size = self.global_start[t, block], self.local_size[t, block]
+        cut = self.catalogue.columns.is_cut[t]
+        first = np.where(cut, (c0 - begin) // size, 0)
+        last = np.where(cut, (c1 - 1 - begin) // size, 0)
+        expand, tp = repeat_ranges(first, last - first + 1)
+        row, block, c0, c1, t = (x[expand] for x in (row, block, c0, c1, t))
+        # The slice of the box on each TP rank, in that rank's local rows.
+        shift = self.local_start[t, block] - begin[expand] - tp * size[expand]
+        k0 = np.maximum(c0 + shift, self.local_start[t, block])
+        k1 = np.minimum(c1 + shift, self.local_start[t, block] + size[expand])
+        cut_size, inner = self.local_cut[t], self.inner[t]
+        lowest = (boxes.o0[row] * cut_size + k0) * inner + boxes.i0[row]
+        highest = ((boxes.o1[row] - 1) * cut_size + k1 - 1) * inner + boxes.i1[row] - 1
+        place = instance[row]
+        flat = self.flat[t]
+        offset = inst.start[place] - inst.bucket_start[place]
+        per_shard = np.maximum(inst.shard[place], 1)
+        from_shard = np.where(flat, (offset + lowest) // per_shard, 0)
+        to_shard = np.where(flat, (offset + highest) // per_shard, 0)
+        expand, shard = repeat_ranges(from_shard, to_shard - from_shard + 1)
+        at, owned = self._boxes(place[expand], tp[expand], shard, grid)
+        row = row[expand][at]
+        block = block[expand][at]
+        return _clip(owned, boxes, row, owned.block == block, origin)
+
+
+def _clip(
+    owned: Boxes, wanted: Boxes, row: np.ndarray, same: np.ndarray, origin: np.ndarray
+) -> tuple[np.ndarray, Boxes]:
+    bounds = {}
+    for low, high in (("o0", "o1"), ("c0", "c1"), ("i0", "i1")):
+        bounds[low] = np.maximum(getattr(owned, low), getattr(wanted, low)[row])
+        bounds[high] = np.minimum(getattr(owned, high), getattr(wanted, high)[row])
+        same = same & (bounds[high] > bounds[low])
+    clipped = replace(owned, **bounds)
+    keep = np.flatnonzero(same)
+    return origin[row[keep]], clipped.take(keep)

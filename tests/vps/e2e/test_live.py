@@ -1,0 +1,28 @@
+"""The predicted flat layout equals Megatron's live one: offsets, buckets, owned ranges, and values by label."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.template import ROOT, plain_environment
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("family", ["gpt", "gpt-fp32", "llama", "moe"])
+def test_prediction_equals_megatron(family: str) -> None:
+    program = Path(__file__).with_name("live.py")
+    done = subprocess.run(
+        [sys.executable, str(program), family],
+        env=plain_environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    compared = [line for line in done.stdout.splitlines() if line.endswith(" by label")]
+    assert len(compared) >= 5
