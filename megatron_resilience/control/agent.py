@@ -72,6 +72,7 @@ class Agent:
         self._state: dict[str, Any] = {"version": 0, "state": None, "addresses": {}}
         self._epoch: Epoch | None = None
         self._running = False
+        self._finishing = False
         self._passed: dict[str, Evidence] = {}
         self._ended: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -207,7 +208,7 @@ class Agent:
             self._from_leader(message)
 
         evidence = await self._read_peer(peer, handle)
-        if self._ended is None or self._ended.done() or self._to_leader is not peer:
+        if self._ended is None or self._finishing or self._to_leader is not peer:
             return None
         self._to_leader = None
         if not heard and self._state["state"] is None:
@@ -425,8 +426,9 @@ class Agent:
         self._finish(status, message)
 
     def _finish(self, status: int, message: str) -> None:
-        if self._ended is None or self._ended.done():
+        if self._ended is None or self._finishing:
             return
+        self._finishing = True
         if message and (self._leader is not None or self._to_leader is None):
             _say(message)
         self._spawn(self._flush_and_end(status))
