@@ -29,6 +29,7 @@ from megatron_resilience.topology.epoch import Epoch
 
 _HEARTBEAT_S = 1.0
 _RETRY_S = 0.05
+_ENDING_S = 10.0
 _REMEMBERED = ("ready", "holdings", "joined", "stepped", "finished", "broken")
 UNBLOCK_TIMEOUT_S = 30.0
 """After a new epoch, a rank that is not back at the door by then is killed and started again in place."""
@@ -73,6 +74,7 @@ class Agent:
         self._epoch: Epoch | None = None
         self._running = False
         self._finishing = False
+        self._loaded = False
         self._passed: dict[str, Evidence] = {}
         self._ended: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -101,10 +103,19 @@ class Agent:
         finally:
             self._server.close()
             self.node.end_all()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._zygote_pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._zygote_pid, 0)
+            self._end_zygote()
+
+    def _end_zygote(self) -> None:
+        """Lets it end its ranks and wait for them, so that no process of this node outlives the agent."""
+        self._zygote.close()
+        deadline = time.monotonic() + (_ENDING_S if self._loaded else 0.0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(self._zygote_pid, os.WNOHANG)[0] == 0:
+                if time.monotonic() >= deadline:
+                    os.kill(self._zygote_pid, signal.SIGKILL)
+                    os.waitpid(self._zygote_pid, 0)
+                    return
+                time.sleep(0.005)
 
     # -- network -----------------------------------------------------------------------------------
 
@@ -388,6 +399,7 @@ class Agent:
         if message["kind"] == "failed":
             return self._broadcast_end(2, message["error"])
         if message["kind"] == "loaded":
+            self._loaded = True
             return None
         ended = self.node.zygote_said(message, fds)
         if ended is not None and self._epoch is not None:

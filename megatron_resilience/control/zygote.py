@@ -102,11 +102,12 @@ def _serve(channel: Channel) -> NoReturn:
                 _, status = os.waitpid(pid, 0)
                 poll.unregister(fd)
                 os.close(fd)
-                channel.send({"kind": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+                with contextlib.suppress(OSError):
+                    channel.send({"kind": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
                 continue
             received = channel.receive()
             if received is None:
-                os._exit(0)
+                _end(children)
             message, fds = received
             pid = os.fork()
             if pid == 0:
@@ -121,6 +122,16 @@ def _serve(channel: Channel) -> NoReturn:
             children[pidfd] = pid
             poll.register(pidfd, select.POLLIN)
             channel.send({"kind": "started", "ticket": message["ticket"], "pid": pid})
+
+
+def _end(children: dict[int, int]) -> NoReturn:
+    """The agent has let go: nothing of this node is left when this process exits."""
+    for pidfd in children:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    for pid in children.values():
+        os.waitpid(pid, 0)
+    os._exit(0)
 
 
 def _become_rank(message: dict[str, Any], fds: list[int]) -> NoReturn:

@@ -1,6 +1,5 @@
 """One launcher per node, as under srun: they meet at the endpoint, and one that comes late joins as a spare."""
 
-import contextlib
 from pathlib import Path
 
 import psutil
@@ -9,7 +8,7 @@ import pytest
 from megatron_resilience.observe.events import read_events
 from megatron_resilience.observe.trace import differences
 from tests.e2e.test_hot_swap import longer
-from tests.support.job import LAUNCHER, kill_node
+from tests.support.job import LAUNCHER, end, kill_node
 from tests.support.template import TRAIN_GPT, free_port, plain_environment
 
 pytestmark = pytest.mark.e2e
@@ -46,9 +45,7 @@ def test_late_agents_join_as_spares(template, tmp_path, oracle):
         assert differences(tmp_path / "trace", oracle(configuration)) == []
     finally:
         for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if child.poll() is None:
-                    kill_node(psutil.Process(child.pid))
+            end(child)
 
 
 def test_another_jobs_secret_is_refused(template, tmp_path):
@@ -69,6 +66,4 @@ def test_another_jobs_secret_is_refused(template, tmp_path):
         assert "secret" in other.output
     finally:
         for child in (first, other):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if child.poll() is None:
-                    kill_node(psutil.Process(child.pid))
+            end(child)

@@ -89,6 +89,32 @@ def kill_node(agent: psutil.Process) -> list[int]:
     return [victim.pid for victim in victims]
 
 
+def end(child: Child) -> None:
+    """Kills what is left of a launcher with all it started, and waits until the kernel has taken every process down."""
+    if child.poll() is not None:
+        return
+    victims = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(child.pid)
+        victims = [launcher, *launcher.children(recursive=True)]
+    for victim in victims:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+    child.kill_group()
+    child.wait(30)
+    # SIGKILL is an order, not a fact: a process with much memory takes its time.
+    deadline = time.monotonic() + 30
+    while any(_runs(victim) for victim in victims) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @contextlib.contextmanager
 def job(
     template: Template,
@@ -112,10 +138,4 @@ def job(
     try:
         yield running
     finally:
-        if child.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in psutil.Process(child.pid).children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-            child.kill_group()
-            child.wait(10)
+        end(child)
