@@ -196,7 +196,6 @@ REFUSED: dict[str, Refusal] = {
     **_leave_out("weights change after the optimizer step, from logits that are not saved", "qk_clip"),
     **_leave_out(_UNTESTED, "log_max_attention_logit"),
     # Precision
-    **_use("use --bf16", "the loss scaler's restoration has not been tested", "fp16", ON),
     **_leave_out(
         _FP8,
         "fp8",
@@ -247,7 +246,13 @@ REFUSED: dict[str, Refusal] = {
     **_leave_out("its random numbers depend on how many samples the process has read so far", "fim_data"),
     **_leave_out("packed sequences change the batch from step to step", "sft"),
     **_leave_out("the data sets are then exchanged in the middle of a job", "phase_transition_iterations"),
-    **_leave_out(_BATCHES, "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"),
+    **_leave_out(_BATCHES, "decrease_batch_size_if_needed"),
+    **_use(
+        "use --step-batch-size-schedule",
+        "Megatron 0.19 ignores it, and the batch would have its full size from the start",
+        "rampup_batch_size",
+        GIVEN,
+    ),
     **_leave_out("it reads or writes logits by a loader of its own", "logits_save_dir", "logits_load_dir"),
     **_leave_out("rollouts, inference engines and their weights live outside the inventory", "perform_rl_step"),
     # Checkpoints
