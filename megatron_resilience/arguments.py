@@ -14,7 +14,7 @@ from megatron_resilience.deadpool.config import DeadpoolConfig, flag_of
 from megatron_resilience.errors import ConfigurationError
 
 _HELP = {
-    "replicas": "copies of each rank's state on other nodes, 0 or 1",
+    "replicas": "copies of each rank's state in other failure domains: so many nodes may die at once",
     "max_stall_s": "seconds that a step may wait for the protection of the one before",
     "unblock_timeout_s": "seconds after which a rank that does not leave a dead world is killed and started again",
     "verify": "compare parameters across replicas by hash before training goes on (true or false)",

@@ -48,7 +48,7 @@ def test_settings_without_deadpool_are_refused():
 
 
 def test_impossible_values():
-    with pytest.raises(ConfigurationError, match="--deadpool-replicas is 2"):
-        config("--deadpool", "--deadpool-replicas", "2")
+    with pytest.raises(ConfigurationError, match="--deadpool-replicas is -1"):
+        config("--deadpool", "--deadpool-replicas", "-1")
     with pytest.raises(ConfigurationError, match="--deadpool-max-stall"):
         config("--deadpool", "--deadpool-max-stall", "0")

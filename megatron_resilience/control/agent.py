@@ -20,7 +20,7 @@ from megatron_resilience.control import coordinator as c
 from megatron_resilience.control.leader import Leader
 from megatron_resilience.control.membership import Evidence, next_leader
 from megatron_resilience.control.node import Node, RankProcess
-from megatron_resilience.control.options import LaunchOptions, split_endpoint
+from megatron_resilience.control.options import LaunchOptions, failure_domain, split_endpoint
 from megatron_resilience.control.peers import Peer, accept, connect
 from megatron_resilience.control.zygote import die_with_parent, start_zygote
 from megatron_resilience.errors import ControlError, ResilienceError
@@ -45,6 +45,7 @@ class Agent:
         address: of the configured interface.
         endpoint: where the agent of node rank 0 listens.
         secret: the job's.
+        domain: failure domain that this node shares with others; default: it is one of its own.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Agent:
         endpoint: tuple[str, int],
         secret: bytes,
         listener: socket.socket | None = None,
+        domain: str = "",
     ) -> None:
         self._options = options
+        self._domain = domain or node
         self._id = node
         self._order = order
         self._address = address
@@ -93,7 +96,7 @@ class Agent:
             loop.add_reader(self._zygote.sock, self._read_zygote)
             if self._order == 0:
                 self._lead(c.Coordinator(self._settings))
-                self._leader_event(c.NodeJoined(self._id, self._order))
+                self._leader_event(c.NodeJoined(self._id, self._order, self._domain))
             else:
                 await self._follow(self._endpoint, first=True)
             self._spawn(self._tick())
@@ -151,7 +154,7 @@ class Agent:
             self._leader.machine = c.Coordinator.from_json(self._settings, hello["state"]["state"])
             self._leader.version = hello["state"]["version"]
         if node not in self._leader.machine.alive:
-            self._leader_event(c.NodeJoined(node, hello["order"]))
+            self._leader_event(c.NodeJoined(node, hello["order"], hello["domain"]))
         self._share_addresses()
         self._leader.publish_again()
         if self._leader.machine.epoch is not None:
@@ -201,6 +204,7 @@ class Agent:
                 "kind": "hello",
                 "node": self._id,
                 "order": self._order,
+                "domain": self._domain,
                 "address": self._addresses[self._id],
                 "state": self._state,
             }
@@ -364,6 +368,8 @@ class Agent:
             process.generation = message["generation"]
         elif kind == "memory":
             self.node.provide_memory(process, message["sizes"])
+        elif kind == "drop_memory":
+            self.node.drop_memory(process.rank, message["owners"])
         elif self.node.ranks.get(process.rank) is process:
             message.setdefault("rank", process.rank)
             self._report(process, message)
@@ -523,7 +529,8 @@ def run_agent(
     address = options.node_addr or address_towards(*(endpoint if endpoint[1] else (endpoint[0], 9)))
     name = socket.gethostname().split(".")[0]
     node = f"n{order}" if options.local_nodes else f"{name}-{order}-{os.getpid()}"
-    agent = Agent(options, node, order, address, endpoint, secret, listener)
+    domain = failure_domain(options.failure_domains, {node} if options.local_nodes else {name, socket.gethostname()})
+    agent = Agent(options, node, order, address, endpoint, secret, listener, domain)
     return asyncio.run(agent.run())
 
 

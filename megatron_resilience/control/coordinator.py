@@ -66,10 +66,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class NodeJoined:
-    """An agent connected; ``order`` is its place among those that ask for a slot."""
+    """An agent connected; ``order`` is its place among those that ask for a slot, ``domain`` its failure domain."""
 
     node: str
     order: int
+    domain: str = ""
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,7 @@ class Coordinator:
     phase: Phase = Phase.FORMING
     roster: dict[str, int] = field(default_factory=dict)
     gone: dict[str, Evidence] = field(default_factory=dict)
+    domains: dict[str, str] = field(default_factory=dict)
     epoch: Epoch | None = None
     restarts: int = 0
     stepped: bool = False
@@ -259,6 +261,7 @@ class Coordinator:
     def _node_joined(self, event: NodeJoined, now: float) -> list[Action]:
         self.gone.pop(event.node, None)
         self.roster[event.node] = event.order
+        self.domains[event.node] = event.domain or event.node
         actions: list[Action] = [Note("node_joined", {"node": event.node})]
         if self.phase is Phase.FORMING and len(self.alive) >= self.settings.slots:
             if self._complete_at is None:
@@ -448,6 +451,7 @@ class Coordinator:
         )
 
     def _publish(self, epoch: Epoch) -> list[Action]:
+        epoch = replace(epoch, domains=tuple(self.domains[node] for node in epoch.slots))
         self.epoch = epoch
         self.phase = Phase.STARTING if epoch.fresh else Phase.RECOVERING
         self._ready, self._joined, self._finished, self._exited = set(), set(), set(), set()
@@ -469,6 +473,7 @@ class Coordinator:
             "phase": self.phase.value,
             "roster": self.roster,
             "gone": {n: e.value for n, e in self.gone.items()},
+            "domains": self.domains,
             "epoch": self.epoch.to_json() if self.epoch else None,
             "restarts": self.restarts,
             "stepped": self.stepped,
@@ -485,6 +490,7 @@ class Coordinator:
             phase=Phase(data["phase"]),
             roster=dict(data["roster"]),
             gone={n: Evidence(e) for n, e in data["gone"].items()},
+            domains=dict(data["domains"]),
             epoch=Epoch.from_json(data["epoch"]) if data["epoch"] else None,
             restarts=data["restarts"],
             stepped=data["stepped"],

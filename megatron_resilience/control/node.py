@@ -236,6 +236,13 @@ class Node:
         except OSError:
             return
 
+    def drop_memory(self, holder: int, owners: list[int]) -> None:
+        """Frees copies that a rank has been told to keep no longer."""
+        for owner in owners:
+            memory = self._memory.pop((holder, owner), None)
+            if memory is not None:
+                memory.close()
+
     def holdings(self) -> list[tuple[int, int, int, int]]:
         """``(rank, generation, slot, holder)`` of every sealed slot in this node's memory."""
         return [

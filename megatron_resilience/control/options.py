@@ -6,6 +6,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from megatron_resilience.errors import ConfigurationError
 
 SECRET_VARIABLE = "MEGATRON_RESILIENCE_SECRET"
@@ -26,6 +28,7 @@ class LaunchOptions:
         max_restarts: faults repaired before the job stops.
         heartbeat_timeout_s: silence after which an agent counts as gone.
         spare_skeletons: for how many slots a spare keeps ranks ready at the door.
+        failure_domains: YAML file, name of a rack to its hosts; None: every node is a domain of its own.
         events: file of the event log.
         secret_file: file of mode 0600 with the job's secret.
         script: the training script.
@@ -42,6 +45,7 @@ class LaunchOptions:
     max_restarts: int
     heartbeat_timeout_s: float
     spare_skeletons: int | None
+    failure_domains: Path | None
     events: Path | None
     secret_file: Path | None
     script: str
@@ -91,6 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SLOTS",
         help="slots for which a spare keeps ranks ready (default: all on CPU, 1 on GPU)",
     )
+    add(
+        "--failure-domains",
+        type=Path,
+        metavar="FILE",
+        help="YAML, name of a rack to its hosts: copies of a rank's state are kept in other racks (default: other nodes)",
+    )
     add("--events", type=Path, metavar="FILE", help="event log, JSON lines")
     add(
         "--secret-file",
@@ -122,6 +132,7 @@ def from_namespace(args: argparse.Namespace, environment: dict[str, str]) -> Lau
         max_restarts=args.max_restarts,
         heartbeat_timeout_s=args.heartbeat_timeout,
         spare_skeletons=args.spare_skeletons,
+        failure_domains=args.failure_domains,
         events=args.events,
         secret_file=args.secret_file,
         script=args.script,
@@ -157,6 +168,27 @@ def _validate(options: LaunchOptions) -> None:
         raise ConfigurationError(f"the training script {options.script} is not a file")
     if options.heartbeat_timeout_s <= 0:
         raise ConfigurationError("--heartbeat-timeout must be positive")
+
+
+def failure_domain(path: Path | None, names: set[str]) -> str:
+    """The failure domain of the host that goes by ``names``; empty without a file.
+
+    Raises:
+        ConfigurationError: the file is not of the form ``rack: [host, ...]``, or lists the host not exactly once.
+    """
+    if path is None:
+        return ""
+    try:
+        racks = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"--failure-domains {path}: {error}") from error
+    if not isinstance(racks, dict) or not all(isinstance(hosts, list) for hosts in racks.values()):
+        raise ConfigurationError(f"--failure-domains {path}: expected lines of the form `rack: [host, ...]`")
+    found = [str(rack) for rack, hosts in racks.items() if names & set(map(str, hosts))]
+    if len(found) != 1:
+        where = f"in {' and '.join(found)}" if found else "in no rack"
+        raise ConfigurationError(f"--failure-domains {path}: host {min(names)} is {where}; list it exactly once")
+    return found[0]
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

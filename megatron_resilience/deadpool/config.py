@@ -12,9 +12,11 @@ class DeadpoolConfig:
     """How a job is protected.
 
     Attributes:
-        replicas: copies of each rank's state on other nodes (0: own node only, survives rank deaths).
+        replicas: copies of each rank's state in other failure domains (0: own node only, survives rank deaths);
+            as many nodes may die at once.
         max_stall_s: seconds a step may wait for the protection of the step before; after that the
-            generation is skipped and the log says since when the job is unprotected.
+            generation is skipped and the log says since when the job is unprotected. Waits that go on are limited
+            to 1 % of the time.
         unblock_timeout_s: seconds after which a rank that does not leave a dead world is killed
             and started again in place.
         verify: compare parameters across replicas by hash before training goes on after a recovery.
@@ -26,9 +28,10 @@ class DeadpoolConfig:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        if self.replicas not in (0, 1):
+        if self.replicas < 0:
             raise ConfigurationError(
-                f"--deadpool-replicas is {self.replicas}: 0 (copies on the own node only) and 1 are supported"
+                f"--deadpool-replicas is {self.replicas}: it takes the number of copies on other nodes, "
+                "0 to survive the deaths of ranks only"
             )
         for name in ("max_stall_s", "unblock_timeout_s"):
             value = getattr(self, name)

@@ -4,7 +4,7 @@ Two threads a rank, so that nothing waits on the critical path but what must:
 
 * *copy* (DeadPool's D2H): the live tensors go to a slot of the rank's segment while forward and backward of the next
   step run; the step waits only if the copy is not done when the optimizer is about to change them.
-* *rounds* (H2H): the sealed slot goes to the partner, the copies of others come in, and one small reduction over all
+* *rounds* (H2H): the sealed slot goes to the partners, the copies of others come in, and one small reduction over all
   ranks says whether the generation is complete everywhere. ``state.ledger`` has the rules.
 """
 
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_resilience.deadpool.allowance import StallAllowance
 from megatron_resilience.errors import Interrupted, StateError
 from megatron_resilience.state.inventory import Inventory
 from megatron_resilience.state.ledger import Ledger
@@ -106,12 +107,13 @@ class Protection:
         state: of this rank.
         segment: this rank's own.
         ledger: of that segment; carried over from epoch to epoch.
-        partner: rank that keeps the copy, or None without replicas.
+        partners: ranks that keep copies; none without replicas.
         kept: segments kept for other ranks, by rank.
         backend: gloo over all ranks, used by the *rounds* thread alone.
-        max_stall_s: see :class:`config.DeadpoolConfig`.
+        allowance: for waits of a step; carried over from epoch to epoch.
         report: called with an event's name and fields, on any thread.
         copy: copies ``(destination, source)`` pairs off the critical path; returns when they are done.
+        resumed_from: after a recovery, its generation: copies of it are missing until the first round is through.
     """
 
     def __init__(
@@ -120,21 +122,22 @@ class Protection:
         state: TrainingState,
         segment: Segment,
         ledger: Ledger,
-        partner: int | None,
+        partners: tuple[int, ...],
         kept: dict[int, Segment],
         backend: Any,
-        max_stall_s: float,
+        allowance: StallAllowance,
         report: Callable[..., None],
         copy: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None],
+        resumed_from: int | None = None,
     ) -> None:
         self._epoch = epoch
         self._state = state
         self._segment = segment
         self._ledger = ledger
-        self._partner = partner
+        self._partners = partners
         self._kept = kept
         self._backend = backend
-        self._max_stall_s = max_stall_s
+        self._allowance = allowance
         self._report = report
         self._copy = copy
         self._views = [views(slot, state.inventory) for slot in segment.slots]
@@ -144,7 +147,8 @@ class Protection:
         self._copied = threading.Event()
         self._copied.set()
         self._ended = False
-        self._unprotected_since: int | None = None
+        self._unprotected_since = resumed_from
+        self._missed = 0
         self.stalled_s = 0.0
         self._threads = [
             threading.Thread(target=self._guard, args=(body,), name=body.__name__.strip("_"), daemon=True)
@@ -166,9 +170,7 @@ class Protection:
             return
         index = self._writable()
         if index is None:
-            if self._unprotected_since is None:
-                self._unprotected_since = self._ledger.committed
-                self._report("unprotected", since=self._ledger.committed)
+            self._note_unprotected()
             self._rounds.put((generation, None))
             return
         with self._changed:
@@ -220,8 +222,11 @@ class Protection:
     def _writable(self) -> int | None:
         with self._changed:
             started = time.perf_counter()
-            self._changed.wait_for(lambda: self._ended or self._ledger.writable() is not None, self._max_stall_s)
-            self.stalled_s += time.perf_counter() - started
+            patience = self._allowance.available(started)
+            self._changed.wait_for(lambda: self._ended or self._ledger.writable() is not None, patience)
+            waited = time.perf_counter() - started
+            self._allowance.spend(waited)
+            self.stalled_s += waited
             if self._ended:
                 raise Interrupted
             return self._ledger.writable()
@@ -245,16 +250,23 @@ class Protection:
             with self._changed:
                 self._ledger.resolve(generation, committed)
                 self._changed.notify_all()
-            if committed and self._unprotected_since is not None:
-                self._report("protected", generation=generation, unprotected_since=self._unprotected_since)
-                self._unprotected_since = None
+            if not committed:
+                self._missed += 1
+                self._note_unprotected()
+            elif self._unprotected_since is not None:
+                since, missed = self._unprotected_since, self._missed
+                self._unprotected_since, self._missed = None, 0
+                self._report("protected", generation=generation, unprotected_since=since, missed=missed)
+
+    def _note_unprotected(self) -> None:
+        if self._unprotected_since is None:
+            self._unprotected_since = self._ledger.committed
+            self._report("unprotected", since=self._ledger.committed)
 
     def _round(self, generation: int, index: int | None) -> bool:
         """Runs the round of one generation; True when it is complete on all ranks."""
         slot = None if index is None else self._segment.slots[index]
-        works = []
-        if self._partner is not None:
-            works = send_slot(self._backend, slot, index or 0, self._partner)
+        works = [work for partner in self._partners for work in send_slot(self._backend, slot, index or 0, partner)]
         complete = slot is not None
         for rank in sorted(self._kept):
             try:

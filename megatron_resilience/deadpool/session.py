@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megatron_resilience.accelerator.base import Accelerator
 from megatron_resilience.control.link import AgentLink
+from megatron_resilience.deadpool.allowance import StallAllowance
 from megatron_resilience.deadpool.config import DeadpoolConfig
 from megatron_resilience.deadpool.placement import partners
 from megatron_resilience.deadpool.protection import (
@@ -119,11 +120,14 @@ class Session:
         self._epoch = 0
         self._fresh = False
         self._first_generation = 0
-        self._partner: int | None = None
+        self._partners: tuple[int, ...] = ()
+        self._keeps: tuple[int, ...] = ()
+        self._allowance = StallAllowance(config.max_stall_s)
         self._restored_slot = 0
         self._replica: Any = None
         self._segment: Segment | None = None
         self._kept: dict[int, Segment] = {}
+        self._memory: dict[int, SharedMemory] = {}
         self._ledger = Ledger()
         self._protection: Protection | None = None
         self._control: Any = None
@@ -265,44 +269,51 @@ class Session:
         assert self._store is not None
         state, store = self._state, self._store.store
         nodes = [epoch.node_of(rank) for rank in range(epoch.world_size)]
-        chosen = partners(nodes, state.dp_groups()) if self._config.replicas else []
-        self._partner = chosen[state.rank] if chosen else None
+        domains = [epoch.domain_of(rank) for rank in range(epoch.world_size)]
+        chosen = partners(nodes, domains, state.dp_groups(), self._config.replicas)
+        self._partners = chosen[state.rank]
+        self._keeps = tuple(rank for rank, keepers in enumerate(chosen) if state.rank in keepers)
         shape = state.inventory.shape
         store.set(f"shape/{state.rank}", f"{shape.payload_bytes} {shape.digest.hex()}")
         if epoch.fresh and state.rank == 0:
             self._announce(epoch, chosen, store)
-        shapes = {state.rank: shape}
-        for rank, keeper in enumerate(chosen):
-            if keeper == state.rank:
-                size, digest = store.get(f"shape/{rank}").decode().split()
-                shapes[rank] = Shape(int(size), bytes.fromhex(digest))
-        wanted = {r: s for r, s in shapes.items() if r not in self._kept and (r != state.rank or not self._segment)}
-        if not wanted:
+        self._map({state.rank, *self._keeps})
+
+    def _map(self, ranks: set[int]) -> None:
+        """Gets the segments of ranks from the agent: new ones, or those that a predecessor of this process kept."""
+        assert self._store is not None
+        mine, shapes = self._state.rank, {}
+        for rank in ranks - set(self._kept) - ({mine} if self._segment else set()):
+            size, digest = self._store.store.get(f"shape/{rank}").decode().split()
+            shapes[rank] = Shape(int(size), bytes.fromhex(digest))
+        if not shapes:
             return
-        fds = self._link.request_memory(state.rank, {r: s.segment_bytes for r, s in wanted.items()})
+        fds = self._link.request_memory(mine, {r: s.segment_bytes for r, s in shapes.items()})
         for rank, fd in fds.items():
-            memory = SharedMemory(fd, wanted[rank].segment_bytes)
-            segment = Segment(memory.buffer, wanted[rank])
-            if rank == state.rank:
+            memory = SharedMemory(fd, shapes[rank].segment_bytes)
+            self._memory[rank] = memory
+            segment = Segment(memory.buffer, shapes[rank])
+            if rank == mine:
                 self._segment = segment
                 self._device.pin(torch.frombuffer(memory.buffer, dtype=torch.uint8))
             else:
                 self._kept[rank] = segment
 
-    def _announce(self, epoch: Epoch, chosen: list[int], store: Any) -> None:
+    def _announce(self, epoch: Epoch, chosen: list[tuple[int, ...]], store: Any) -> None:
         """Prints what protection takes, before it is taken: bytes per rank, and of the fullest node."""
         sizes = [int(store.get(f"shape/{rank}").decode().split()[0]) for rank in range(epoch.world_size)]
         segments = [Shape(size, b"").segment_bytes for size in sizes]
         nodes = dict.fromkeys(epoch.slots, 0)
         for rank, size in enumerate(segments):
             nodes[epoch.node_of(rank)] += size
-            if chosen:
-                nodes[epoch.node_of(chosen[rank])] += size
+            for keeper in chosen[rank]:
+                nodes[epoch.node_of(keeper)] += size
+        copies = f"{self._config.replicas} cop{'y' if self._config.replicas == 1 else 'ies'} elsewhere"
         kinds = ", ".join(f"{k.value} {b / 2**20:.1f}" for k, b in self._state.inventory.bytes_by_kind().items())
         fullest = max(nodes, key=nodes.__getitem__)
         print(
             f"[megatron-resilience] protection: {max(sizes) / 2**20:.1f} MiB per generation and rank (rank 0: {kinds}), "
-            f"two generations, {self._config.replicas} copy elsewhere; "
+            f"two generations, {copies}; "
             f"{nodes[fullest] / 2**20:.0f} MiB of host memory on node {fullest}",
             flush=True,
         )
@@ -312,6 +323,8 @@ class Session:
         assert self._segment is not None
         mine = plan.sources[self._state.rank]
         works = []
+        # After a change of partners the only copy may lie with one that is to keep it no longer.
+        self._map({r for r, s in enumerate(plan.sources) if s.holder == self._state.rank != r})
         for rank, source in enumerate(plan.sources):
             if source.holder == self._state.rank and rank != self._state.rank:
                 slot = self._kept[rank].slots[source.slot]
@@ -355,16 +368,22 @@ class Session:
             self._state,
             self._segment,
             self._ledger,
-            self._partner,
+            self._partners,
             self._kept,
             self._replica,
-            self._config.max_stall_s,
-            lambda kind, **fields: self._link.send(kind, rank=self._state.rank, **fields),
+            self._allowance,
+            self._report,
             self._copy_aside,
+            None if epoch.fresh else generation,
         )
         with self._lock:
             self._protection = protection
         self._link.send("joined", epoch=epoch.number, generation=generation, times=self._times)
+
+    def _report(self, kind: str, **fields: Any) -> None:
+        # The outcome of a round is the same on all ranks: one of them says it.
+        if kind not in ("protected", "unprotected") or self._state.rank == 0:
+            self._link.send(kind, rank=self._state.rank, **fields)
 
     def _settle_slots(self, epoch: Epoch, generation: int) -> None:
         """Frees what the commit made obsolete. Not before: until then an older generation may still be needed."""
@@ -373,6 +392,12 @@ class Session:
             self._ledger = Ledger()
             return
         self._ledger.resume(generation, self._restored_slot)
+        dropped = sorted(set(self._kept) - set(self._keeps))
+        for rank in dropped:
+            del self._kept[rank]
+            self._memory.pop(rank).close()
+        if dropped:
+            self._link.send("drop_memory", rank=self._state.rank, owners=dropped)
         for index, other in enumerate(self._segment.slots):
             if index != self._restored_slot:
                 other.discard()

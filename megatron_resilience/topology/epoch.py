@@ -20,6 +20,7 @@ class Epoch:
         newcomers: ranks whose process is new in this epoch; all others kept running.
         store: ``(address, port)`` of the epoch's TCPStore.
         token: secret prefix of all its keys.
+        domains: failure domain of each slot's node; empty when every node is one of its own.
     """
 
     number: int
@@ -30,6 +31,7 @@ class Epoch:
     newcomers: tuple[int, ...] = ()
     store: tuple[str, int] = ("", 0)
     token: str = ""
+    domains: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -47,6 +49,10 @@ class Epoch:
         """The node a global rank runs on."""
         return self.slots[rank // self.nproc_per_node]
 
+    def domain_of(self, rank: int) -> str:
+        """The failure domain of the node a global rank runs on."""
+        return (self.domains or self.slots)[rank // self.nproc_per_node]
+
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
         return dataclasses.asdict(self)
@@ -59,6 +65,7 @@ class Epoch:
                 **data,
                 "slots": tuple(data["slots"]),
                 "newcomers": tuple(data["newcomers"]),
+                "domains": tuple(data["domains"]),
                 "store": (str(data["store"][0]), int(data["store"][1])),
             }
         )

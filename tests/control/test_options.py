@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from megatron_resilience.control.launcher import job_secret
-from megatron_resilience.control.options import add_arguments, from_namespace
+from megatron_resilience.control.options import add_arguments, failure_domain, from_namespace
 from megatron_resilience.errors import ConfigurationError
 
 
@@ -55,3 +55,27 @@ def test_a_job_of_several_launchers_needs_a_secret(monkeypatch):
     monkeypatch.delenv("MEGATRON_RESILIENCE_SECRET", raising=False)
     with pytest.raises(ConfigurationError, match="--secret-file"):
         job_secret(parse("--nnodes", "2", "--rdzv-endpoint", "head:2900", "--node-rank", "0"))
+
+
+def test_a_host_is_in_the_rack_that_lists_it(tmp_path):
+    path = tmp_path / "racks.yaml"
+    path.write_text("west: [h1, h2]\neast: [h3, h4]\n")
+    assert failure_domain(path, {"h3", "h3.cluster"}) == "east"
+    assert failure_domain(None, {"h3"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("west: [h1]\neast: [h2]", "h3 is in no rack"),
+        ("west: [h3]\neast: [h3]", "h3 is in west and east"),
+        ("west: h3", "expected lines of the form"),
+        ("[h3]", "expected lines of the form"),
+        ("west: [", "--failure-domains"),
+    ],
+)
+def test_a_map_of_racks_that_leaves_doubt_is_refused(tmp_path, text, says):
+    path = tmp_path / "racks.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=says):
+        failure_domain(path, {"h3"})

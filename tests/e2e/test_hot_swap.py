@@ -140,6 +140,38 @@ def test_the_promoted_spare_dies_during_the_recovery(template: Template, tmp_pat
         assert len(causes) == 3, "a rebuild that was given up must not disturb the next one"
 
 
+@pytest.mark.parametrize("victims", [(0, 1), (0, 3), (1, 2)])
+def test_two_nodes_die_at_once(template: Template, tmp_path: Path, oracle: Oracle, victims: tuple[int, int]) -> None:
+    """Two copies elsewhere outlive two nodes, whoever leads."""
+    configuration = longer("tp2_dp2_fp32", 14)
+    extra = ("--deadpool", "--deadpool-replicas", "2")
+    with job(template, tmp_path, configuration, extra, nodes=4, spares=2) as running:
+        running.wait_for_step(5)
+        agents = running.agents()
+        for node in victims:
+            kill_node(agents[node])
+        running.finish()
+        assert differences(running.trace, oracle(configuration)) == []
+        assert {event["node"] for event in running.of_kind("node_lost")} >= {f"n{node}" for node in victims}
+        assert all(event["steps_again"] <= 1 for event in running.of_kind("recovered"))
+
+
+def test_a_whole_rack_dies(template: Template, tmp_path: Path, oracle: Oracle) -> None:
+    """One copy is enough when it lies in another failure domain. The spares are in a third."""
+    configuration = longer("tp2_dp2_bf16_overlap", 14)
+    racks = tmp_path / "racks.yaml"
+    racks.write_text("west: [n0, n1]\neast: [n2, n3]\nnorth: [n4, n5]\n")
+    launch = ("--failure-domains", str(racks))
+    with job(template, tmp_path, configuration, nodes=4, spares=2, launch=launch) as running:
+        running.wait_for_step(5)
+        for agent in running.agents()[2:4]:
+            kill_node(agent)
+        running.finish()
+        assert differences(running.trace, oracle(configuration)) == []
+        assert running.of_kind("recovered")[-1]["steps_again"] <= 1
+        assert running.of_kind("protected")[-1]["generation"] >= running.of_kind("recovered")[-1]["generation"]
+
+
 @pytest.mark.parametrize("part", ["agent", "zygote"])
 def test_part_of_a_node_dies(template: Template, tmp_path: Path, oracle: Oracle, part: str) -> None:
     """An agent takes its ranks along; a zygote too, and its node leaves, even if it led."""
