@@ -175,7 +175,7 @@ class Session:
     def protect(self, generation: int) -> None:
         """On entry to the step after ``generation``: protects the state as it stands."""
         assert self._protection is not None
-        self._link.send("progress", generation=generation, stalled=self._protection.stalled_s)
+        self._link.send("progress", generation=generation, in_step=True)
         self._check()
         self._protection.protect(generation)
         if generation == self._first_generation and self._fresh:
@@ -191,6 +191,7 @@ class Session:
 
     def after_step(self, generation: int) -> None:
         """After a step has completed: the end of a recovery's time is the first of these."""
+        self._link.send("progress", generation=generation, in_step=False)
         if "first_step" not in self._times:
             self._mark("first_step")
             self._link.send("stepped", epoch=self._epoch, generation=generation, times=self._times)
@@ -378,7 +379,14 @@ class Session:
         )
         with self._lock:
             self._protection = protection
-        self._link.send("joined", epoch=epoch.number, generation=generation, times=self._times)
+        self._link.send(
+            "joined",
+            epoch=epoch.number,
+            generation=generation,
+            times=self._times,
+            replicas=self._config.replicas,
+            hang_timeout_s=min(self._config.hang_timeout_s, self._timeout_s / 2),
+        )
 
     def _report(self, kind: str, **fields: Any) -> None:
         # The outcome of a round is the same on all ranks: one of them says it.
