@@ -36,6 +36,8 @@ class TrainingState(Protocol):
     """A rank's live training state, as ``megatron_adapter.state`` presents it."""
 
     inventory: Inventory
+    replicated: frozenset[int]
+    """Indices of tensors that every rank of the data-parallel group holds alike."""
 
     def stable(self) -> list[tuple[int, torch.Tensor]]:
         """``(index in the inventory, live tensor)`` of what only ``optimizer.step`` changes."""
@@ -62,25 +64,58 @@ def views(slot: Slot, inventory: Inventory) -> list[torch.Tensor]:
     return result
 
 
-def send_slot(backend: Any, slot: Slot | None, slot_index: int, to: int) -> list[Any]:
-    """Starts sending a sealed slot, or the word that there is none; returns what must be waited for."""
+Pieces = list[tuple[int, int]]
+"""Byte ranges of a slot's payload, ``(start, end)``, ascending."""
+
+
+def pieces_to_send(inventory: Inventory, left_out: frozenset[int]) -> Pieces:
+    """The payload without the tensors whose indices are left out, as few ranges as possible."""
+    ends = [*inventory.offsets[1:], inventory.payload_bytes]
+    result: Pieces = []
+    for index, (start, end) in enumerate(zip(inventory.offsets, ends, strict=True)):
+        if index in left_out:
+            continue
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], end)
+        else:
+            result.append((start, end))
+    return result
+
+
+def send_slot(backend: Any, slot: Slot | None, slot_index: int, to: int, pieces: Pieces | None = None) -> list[Any]:
+    """Starts sending a sealed slot, or the word that there is none; returns what must be waited for.
+
+    Args:
+        pieces: of the payload; default: all of it.
+    """
     header = None if slot is None else slot.header()
     if slot is None or header is None:
         head = _ROUND.pack(_SKIPPED, 0, 0, 0, bytes(16), bytes(16))
         return [backend.send([_bytes_tensor(bytearray(head))], to, _HEADER_TAG)]
     head = _ROUND.pack(header.generation, slot_index, header.record_bytes, header.epoch, header.checksum, header.digest)
-    pieces = [_bytes_tensor(bytearray(head))]
-    works = [backend.send(pieces, to, _HEADER_TAG)]
-    for piece in _chunks(slot.payload) + _chunks(slot.record[: header.record_bytes]):
+    works = [backend.send([_bytes_tensor(bytearray(head))], to, _HEADER_TAG)]
+    for piece in _body(slot, header.record_bytes, pieces):
         works.append(backend.send([piece], to, _BODY_TAG))
     return works
 
 
-def receive_slot(backend: Any, slots: tuple[Slot, ...], sender: int, epoch: int) -> int | None:
+def receive_slot(
+    backend: Any,
+    slots: tuple[Slot, ...],
+    sender: int,
+    epoch: int,
+    pieces: Pieces | None = None,
+    twin: Slot | None = None,
+) -> int | None:
     """Receives what :func:`send_slot` sends into the slot of the same index, and seals it.
 
+    Args:
+        pieces: that are sent.
+        twin: where the rest is to be copied from: this rank's own slot of the generation. The sender's checksum, over
+            all of its payload, says whether the two really hold it alike.
+
     Returns:
-        The generation, or None when the sender skipped it.
+        The generation, or None when the sender skipped it, or what was to be copied is not here.
 
     Raises:
         StateError: it arrived damaged, or is of another inventory than the slots; the slot stays unsealed.
@@ -93,13 +128,18 @@ def receive_slot(backend: Any, slots: tuple[Slot, ...], sender: int, epoch: int)
         return None
     slot = slots[index]
     slot.open()
-    for piece in _chunks(slot.payload) + _chunks(slot.record[:record_bytes]):
+    if pieces is not None and twin is not None:
+        slot.payload[:] = twin.payload
+    for piece in _body(slot, record_bytes, pieces):
         backend.recv([piece], sender, _BODY_TAG).wait()
     if digest != slot.shape.digest:
         raise StateError(
             f"generation {generation} from rank {sender} lists other tensors, or in another order, than this rank's "
             f"inventory ({digest.hex()}, expected {slot.shape.digest.hex()}): the two ran different code or options"
         )
+    if pieces is not None and twin is None:
+        # This rank skipped the generation, so the rest is missing.
+        return None
     slot.seal(epoch, generation, record_bytes, checksum)
     return generation
 
@@ -114,6 +154,7 @@ class Protection:
         ledger: of that segment; carried over from epoch to epoch.
         partners: ranks that keep copies; none without replicas.
         kept: segments kept for other ranks, by rank.
+        peers: ranks of this rank's data-parallel group; what they hold alike is not sent between them.
         backend: gloo over all ranks, used by the *rounds* thread alone.
         allowance: for waits of a step; carried over from epoch to epoch.
         report: called with an event's name and fields, on any thread.
@@ -129,6 +170,7 @@ class Protection:
         ledger: Ledger,
         partners: tuple[int, ...],
         kept: dict[int, Segment],
+        peers: frozenset[int],
         backend: Any,
         allowance: StallAllowance,
         report: Callable[..., None],
@@ -141,6 +183,8 @@ class Protection:
         self._ledger = ledger
         self._partners = partners
         self._kept = kept
+        self._peers = peers
+        self._pieces = pieces_to_send(state.inventory, state.replicated) if state.replicated else None
         self._backend = backend
         self._allowance = allowance
         self._report = report
@@ -271,17 +315,23 @@ class Protection:
     def _round(self, generation: int, index: int | None) -> bool:
         """Runs the round of one generation; True when it is complete on all ranks."""
         slot = None if index is None else self._segment.slots[index]
-        works = [work for partner in self._partners for work in send_slot(self._backend, slot, index or 0, partner)]
+        works = []
+        for partner in self._partners:
+            works += send_slot(self._backend, slot, index or 0, partner, self._pieces_for(partner))
         complete = slot is not None
         for rank in sorted(self._kept):
             try:
-                complete &= receive_slot(self._backend, self._kept[rank].slots, rank, self._epoch) == generation
+                pieces, slots = self._pieces_for(rank), self._kept[rank].slots
+                complete &= receive_slot(self._backend, slots, rank, self._epoch, pieces, slot) == generation
             except StateError as error:
                 complete = False
                 self._report("damaged", rank=rank, error=str(error))
         for work in works:
             work.wait()
         return self._all_hold(generation if complete else _SKIPPED) == generation
+
+    def _pieces_for(self, other: int) -> Pieces | None:
+        return self._pieces if other in self._peers else None
 
     def _all_hold(self, generation: int) -> int | None:
         """The generation that every rank passed, or None when they differ."""
@@ -304,6 +354,12 @@ class Protection:
 
 def _bytes_tensor(buffer: bytearray) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _body(slot: Slot, record_bytes: int, pieces: Pieces | None) -> list[torch.Tensor]:
+    whole = [(0, len(slot.payload))] if pieces is None else pieces
+    payload = [chunk for start, end in whole for chunk in _chunks(slot.payload[start:end])]
+    return payload + _chunks(slot.record[:record_bytes])
 
 
 def _chunks(memory: memoryview) -> list[torch.Tensor]:

@@ -373,6 +373,7 @@ class Session:
             self._ledger,
             self._partners,
             self._kept,
+            frozenset(next(g for g in self._state.dp_groups() if self._state.rank in g)),
             self._replica,
             self._allowance,
             self._report,

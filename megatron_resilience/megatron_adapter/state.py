@@ -73,6 +73,7 @@ class MegatronState:
         # By name: the order of an optimizer's state is that of its making, which a loaded checkpoint changes.
         entries = [*self._optimizer_entries(), *self._module_entries(), *self._rng_entries()]
         self._entries = sorted(entries, key=lambda entry: entry.spec.name)
+        self.replicated = self._replicated()
         self.inventory = Inventory(tuple(e.spec for e in self._entries))
         self.iteration: int = args.iteration
         self.floating_point_operations: float = args.num_floating_point_operations_so_far
@@ -202,6 +203,13 @@ class MegatronState:
     def disagreements(self) -> list[str]:
         """Names of parameters that differ among ranks which must hold the same. Collectives."""
         return differing_parameters(self._model)
+
+    def _replicated(self) -> frozenset[int]:
+        """Without the distributed optimizer all of it is alike over the data-parallel group (experts: over another group)."""
+        if self._args.use_distributed_optimizer or self._args.num_experts:
+            return frozenset()
+        kinds = (Kind.MASTER, Kind.MOMENT, Kind.STEP, Kind.FROZEN)
+        return frozenset(i for i, entry in enumerate(self._entries) if entry.spec.kind in kinds)
 
     # -- the inventory -----------------------------------------------------------------------------
 

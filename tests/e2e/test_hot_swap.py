@@ -82,7 +82,7 @@ def test_any_moment(template: Template, tmp_path: Path, oracle: Oracle, name: st
         assert_swapped(running, oracle(configuration))
 
 
-@pytest.mark.parametrize("name", ["pp2_dp2_tied", "moe_tp2_ep2_sp", "pp2_vpp2_dp2_bf16"])
+@pytest.mark.parametrize("name", ["pp2_dp2_tied", "moe_tp2_ep2_sp", "pp2_vpp2_dp2_bf16", "no_distributed_optimizer"])
 def test_other_layouts(template: Template, tmp_path: Path, oracle: Oracle, name: str) -> None:
     configuration = longer(name, 12)
     with job(template, tmp_path, configuration) as running:
