@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_resilience.vps.families import ModelShape
+from megatron_resilience.vps.local import local_labels
 from megatron_resilience.vps.space import StateSpace
 
 
@@ -128,7 +129,7 @@ def compare_sharding(space: StateSpace, rank: int, chunks: Sequence[Any]) -> int
     for number, chunk in enumerate(chunks):
         truth = _labels_of_modules(chunk)
         for name, parameter in logical_names(chunk, _expert_offset(space, rank)):
-            expected = predicted_labels(space, rank, number, name)
+            expected = local_labels(space, rank, _number(space, name, number))
             label, stated = truth.get(parameter.data_ptr(), (None, ()))
             if label is None:
                 continue
@@ -144,23 +145,6 @@ def compare_sharding(space: StateSpace, rank: int, chunks: Sequence[Any]) -> int
                 )
             compared += 1
     return compared
-
-
-def predicted_labels(space: StateSpace, rank: int, chunk: int, name: str) -> np.ndarray:
-    """int64 array in the local canonical shape: logical row-major index of every element, -1 for padding."""
-    number = _number(space, name, chunk)
-    expert = bool(space.is_expert[number])
-    grid = space.layout.expert if expert else space.layout.dense
-    tp = space.layout.coordinates(grid, rank)[0] if space.tp[number] > 1 else 0
-    outer, rows, inner = space.catalogue.tensors[number].canonical_shape
-    parts = []
-    for block in range(int(space.blocks[number])):
-        size = int(space.local_size[number, block])
-        row = int(space.global_start[number, block]) + tp * size + np.arange(size)
-        parts.append(np.where(row < space.global_end[number, block], row, -1))
-    cut = np.concatenate(parts)
-    label = (np.arange(outer)[:, None, None] * rows + cut[None, :, None]) * inner + np.arange(inner)
-    return np.where(cut[None, :, None] >= 0, label, -1)
 
 
 def _number(space: StateSpace, name: str, chunk: int) -> int:

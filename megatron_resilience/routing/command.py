@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             check_batch(layouts[1], args.global_batch, args.micro_batch)
         lost = parse_ranks(args.lost)
         source, target = (StateSpace(model, layout) for layout in layouts)
-        problem = relayout(source, target, lost, cluster.ranks_per_node)
+        problem = relayout(source, target, lost, cluster)
         summary = summarise(problem, fit_budget(problem, int(args.memory * 2**30)), cluster)
     except (ValueError, OSError) as error:
         if args.json:

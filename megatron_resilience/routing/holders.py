@@ -12,6 +12,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from megatron_resilience.vps.pieces import Boxes
 from megatron_resilience.vps.space import StateSpace
 
 NOWHERE = -1
@@ -85,11 +86,11 @@ def missing_regions(space: StateSpace, at: np.ndarray) -> list[str]:
     lost: dict[tuple[int, ...], str] = {}
     for rank in lost_ranks.tolist():
         boxes = space.boxes_of(rank)
-        gone = _all_replicas_gone(space, boxes.tensor, boxes.base, at)
+        gone = _all_replicas_gone(space, boxes, at)
         boxes = boxes.take(np.flatnonzero(gone))
         other = np.where(space.instances.second[boxes.tensor] >= 0, 1 - boxes.copy, -1)
         row, parts = space.owners_of(boxes, other)
-        held = ~_all_replicas_gone(space, parts.tensor, parts.base, at)
+        held = ~_all_replicas_gone(space, parts, at)
         saved = np.zeros(len(boxes), np.int64)
         np.add.at(saved, row[held], parts.numel[held])
         for i in np.flatnonzero(saved < boxes.numel).tolist():
@@ -100,14 +101,11 @@ def missing_regions(space: StateSpace, at: np.ndarray) -> list[str]:
     return [lost[key] for key in sorted(lost)]
 
 
-def _all_replicas_gone(space: StateSpace, tensor: np.ndarray, base: np.ndarray, at: np.ndarray) -> np.ndarray:
-    gone = np.ones(len(tensor), bool)
-    classes = space.tensor_class[tensor]
-    for number in np.unique(classes):
-        rows = np.flatnonzero(classes == number)
-        ranks = base[rows, None] + space.replica_offsets[number][None, :]
-        gone[rows] = (at[ranks] < 0).all(axis=1)
-    return gone
+def _all_replicas_gone(space: StateSpace, boxes: Boxes, at: np.ndarray) -> np.ndarray:
+    shards = np.stack([boxes.base, space.tensor_class[boxes.tensor], boxes.span], axis=1)
+    distinct, where = np.unique(shards, axis=0, return_inverse=True)
+    gone = np.array([(at[space.replicas(*shard)] < 0).all() for shard in distinct.tolist()], bool)
+    return gone[where.reshape(-1)]
 
 
 def newest_covered(space: StateSpace, holders: Iterable[Holder]) -> tuple[int, np.ndarray]:

@@ -60,6 +60,7 @@ def summarise(problem: Problem, budget: Budget, cluster: Cluster) -> Summary:
     """
     problem.check_covered()
     traffic: dict[tuple[int, int], int] = {}
+    messages: dict[tuple[int, int, int], int] = {}
     kept = exchanges = 0
     sources = problem.source_at[problem.source_at >= 0]
     endpoints = np.unique(np.concatenate([sources, problem.target_at])).tolist()
@@ -67,10 +68,12 @@ def summarise(problem: Problem, budget: Budget, cluster: Cluster) -> Summary:
         plan = plan_endpoint(problem, endpoint)
         kept += plan.keeps.total_bytes
         exchanges = max(exchanges, exchange_count(plan, budget.chunk))
-        traffic |= {(peer, endpoint): size for peer, size in plan.receives.per_peer().items()}
+        for (phase, peer), size in plan.receives.per_message().items():
+            messages[phase, peer, endpoint] = size
+            traffic[peer, endpoint] = traffic.get((peer, endpoint), 0) + size
     node = sum(s for (a, b), s in traffic.items() if a // cluster.ranks_per_node == b // cluster.ranks_per_node)
     network = sum(traffic.values()) - node
-    seconds = compare_schedules(traffic, cluster, max(endpoints) + 1, budget.chunk)
+    seconds = compare_schedules(messages, cluster, max(endpoints) + 1, budget.chunk)
     bound = bound_seconds(traffic, cluster)
     return Summary(len(endpoints), kept, node, network, exchanges, seconds, bound, budget, traffic)
 
