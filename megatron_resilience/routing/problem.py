@@ -43,8 +43,8 @@ class Problem:
             raise ValueError("two target ranks share an endpoint")
 
     @cached_property
-    def demands(self) -> dict[Any, Any]:
-        """Demand on each source shard, filled by `routing.sources.demand`."""
+    def known(self) -> dict[Any, Any]:
+        """What has been derived about source shards and pairs of shards, kept by `routing.sources`."""
         return {}
 
     @cached_property

@@ -73,13 +73,21 @@ class Demand:
 
 def pools(problem: Problem, region: Region, holders: np.ndarray) -> dict[int, Pool]:
     """Pools of a region by node, FAR for owners on nodes without a replica. Owners that hold it are in none."""
+    pair = (region.source, region.target)
+    found = problem.known.get(pair)
+    if found is None:
+        found = problem.known[pair] = _pools(problem, region, holders)
+    return found
+
+
+def _pools(problem: Problem, region: Region, holders: np.ndarray) -> dict[int, Pool]:
     owners = region.owners(problem)
-    away = owners[~np.isin(owners, holders)]
+    away = owners[~_among(owners, holders)]
     if not len(away):
         return {}
     cluster = problem.cluster
     node, holder_node = away // cluster.ranks_per_node, holders // cluster.ranks_per_node
-    near = np.isin(node, holder_node)
+    near = _among(node, holder_node)
     out = {}
     for number in np.unique(node[near]).tolist():
         out[number] = Pool(away[near & (node == number)], holders[holder_node == number], Way.DIRECT)
@@ -95,9 +103,14 @@ def pools(problem: Problem, region: Region, holders: np.ndarray) -> dict[int, Po
     return out
 
 
+def _among(values: np.ndarray, ordered: np.ndarray) -> np.ndarray:
+    """Which of ``values`` are in ``ordered``, which is sorted and not empty."""
+    return ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values
+
+
 def demand(problem: Problem, shard: Shard) -> Demand:
     """All that target ranks draw from ``shard``; the same on every rank, and kept with the problem."""
-    known = problem.demands.get(shard)
+    known = problem.known.get(shard)
     if known is None:
         total: dict[int, int] = {}
         offset: dict[tuple[int, Shard], int] = {}
@@ -106,7 +119,7 @@ def demand(problem: Problem, shard: Shard) -> Demand:
             for number, pool in pools(problem, region, region.holders(problem)).items():
                 offset[number, region.target] = total.get(number, 0)
                 total[number] = total.get(number, 0) + pool.served(size)
-        known = problem.demands[shard] = Demand(total, offset)
+        known = problem.known[shard] = Demand(total, offset)
     return known
 
 

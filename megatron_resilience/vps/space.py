@@ -19,6 +19,9 @@ FLAT_CLASS, ONE_TP_CLASS, EXPERT_CLASS, ALL_STAGES_CLASS, STEP_CLASS = 1, 2, 4, 
 """Bits of `StateSpace.tensor_class`: sharded by the optimizer; on one TP rank each (cut, or a stream of its own); in
 the expert grid; on all stages; a STEP."""
 
+REMEMBERED_RANKS = 64
+"""Ranks of which `StateSpace.boxes_of` remembers the boxes."""
+
 
 class StateSpace:
     """A catalogue under a layout.
@@ -44,6 +47,7 @@ class StateSpace:
         self.on_all_stages = columns.on_ranks & (columns.coordinate[:, 2] < 0)
         flags = (self.flat, one_tp, self.is_expert, self.on_all_stages, self.is_step)
         self.tensor_class = sum((flag * (1 << bit) for bit, flag in enumerate(flags)), np.zeros(len(one_tp), np.int64))
+        self._lately: dict[int, Boxes] = {}
         self._cut_tables()
 
     def _cut_tables(self) -> None:
@@ -87,6 +91,15 @@ class StateSpace:
         """Where the layout keeps every tensor."""
         return build_instances(self.catalogue, self.layout, self.outer * self.local_cut * self.inner)
 
+    def check(self) -> StateSpace:
+        """This space, once its tables are built: whether the layout can carry the model is known then.
+
+        Raises:
+            ValueError: it cannot; see the class.
+        """
+        _ = self.instances
+        return self
+
     def replicas(self, base: int, number: int, span: int = 1) -> np.ndarray:
         """Ranks (sorted) that hold the same boxes of tensor class ``number`` as rank ``base``, it included.
 
@@ -114,11 +127,20 @@ class StateSpace:
         return tuple(offsets)
 
     def boxes_of(self, rank: int) -> Boxes:
-        """Everything that ``rank`` owns, padding excluded.
+        """Everything that ``rank`` owns, padding excluded; of the ranks asked for lately it is remembered.
 
         Raises:
             ValueError: the layout has no such rank.
         """
+        found = self._lately.pop(rank, None)
+        if found is None:
+            found = self._boxes_of(rank)
+            if len(self._lately) == REMEMBERED_RANKS:
+                self._lately.pop(next(iter(self._lately)))
+        self._lately[rank] = found
+        return found
+
+    def _boxes_of(self, rank: int) -> Boxes:
         parts = []
         inst, layout = self.instances, self.layout
         for expert, grid in ((False, layout.dense), (True, layout.expert)):

@@ -4,9 +4,12 @@ Storage is what ranks really have: one-dimensional shards, read and written thro
 labelled by its logical index in the whole model, so an element in a wrong place shows.
 """
 
+import functools
+from dataclasses import replace
+
 import numpy as np
 
-from megatron_resilience.routing.plan import plan_endpoint
+from megatron_resilience.routing.plan import Moves, plan_endpoint
 from megatron_resilience.vps.local import local_labels, local_views
 
 UNSET = -2
@@ -18,6 +21,7 @@ def bases(catalogue):
     return np.concatenate([[0], np.cumsum(sizes)])
 
 
+@functools.lru_cache(maxsize=4096)
 def storage_of(space, rank):
     """Labels by (tensor, copy) as ``rank`` stores them, -1 in padding."""
     inst, layout, base = space.instances, space.layout, bases(space.catalogue)
@@ -36,21 +40,28 @@ def storage_of(space, rank):
     return out
 
 
-def views(space, rank, moves, rows, storage):
-    """Strided numpy views of ``moves`` rows in ``storage``; ``copy`` says in which copy's."""
-    boxes = moves.boxes.take(rows)
-    at = local_views(space, rank, boxes)
-    for i in range(len(rows)):
-        array = storage[int(boxes.tensor[i]), int(boxes.copy[i])]
-        yield np.lib.stride_tricks.as_strided(
-            array[at.offset[i] :], at.sizes[i].tolist(), (at.strides[i] * array.itemsize).tolist()
-        )
+def indices(space, moves, ranks):
+    """Per row, (tensor, copy) and the index of its elements in the storage of its rank in ``ranks``."""
+    out = [None] * len(moves)
+    boxes = moves.boxes
+    for rank in np.unique(ranks).tolist():
+        rows = np.flatnonzero(ranks == rank)
+        at = local_views(space, rank, boxes.take(rows))
+        for i, row in enumerate(rows.tolist()):
+            (o, c, k), (so, sc, sk) = at.sizes[i].tolist(), at.strides[i].tolist()
+            inner = np.arange(0, c * sc, sc)[:, None] + np.arange(0, k * sk, sk)
+            index = (at.offset[i] + np.arange(0, o * so, so)[:, None] + inner.ravel()).ravel()
+            out[row] = ((int(boxes.tensor[row]), int(boxes.copy[row])), index)
+    return out
+
+
+def take(moves, mask):
+    """Some rows of ``moves``."""
+    return Moves(moves.boxes.take(mask), *(c[mask] for c in (moves.peer, moves.phase, moves.rank, moves.bytes)))
 
 
 def source_copies(problem, moves):
     """The same moves with the copy of the source that feeds them."""
-    from dataclasses import replace
-
     copy = problem.source_copy[moves.boxes.copy, moves.boxes.tensor]
     return replace(moves, boxes=replace(moves.boxes, copy=copy))
 
@@ -70,51 +81,39 @@ def exchange(problem):
     times = {r: {k: np.zeros(v.shape, int) for k, v in s.items()} for r, s in expected.items()}
     rank_of = {e: r for r, e in enumerate(problem.target_at.tolist())}
 
-    def write(moves, rows, data):
-        """Write consecutive parts of ``data``; returns how many elements were used."""
-        used = 0
-        for i in rows:
-            rank = int(moves.rank[i])
-            (into,) = views(target, rank, moves, np.array([i]), got[rank])
-            into[...] = data[used : used + into.size].reshape(into.shape)
-            (count,) = views(target, rank, moves, np.array([i]), times[rank])
-            count += 1
-            used += into.size
-        return used
+    def write(rank, key, index, data):
+        got[rank][key][index] = data
+        times[rank][key][index] += 1
 
     for endpoint, plan in plans.items():
-        keeps = source_copies(problem, plan.keeps)
-        for i in range(len(plan.keeps)):
-            assert problem.source_at[keeps.rank[i]] == endpoint
-            (data,) = views(source, int(keeps.rank[i]), keeps, np.array([i]), served[int(keeps.rank[i])])
-            into = np.array([i])
-            (place,) = views(target, rank_of[endpoint], plan.keeps, into, got[rank_of[endpoint]])
-            place[...] = data
-            (count,) = views(target, rank_of[endpoint], plan.keeps, into, times[rank_of[endpoint]])
-            count += 1
+        keeps, mine = source_copies(problem, plan.keeps), rank_of.get(endpoint, 0)
+        assert (problem.source_at[keeps.rank] == endpoint).all()
+        read = indices(source, keeps, keeps.rank)
+        put = indices(target, plan.keeps, np.full(len(keeps), mine))
+        for rank, (key, index), (place, into) in zip(keeps.rank.tolist(), read, put, strict=True):
+            write(mine, place, into, served[rank][key][index])
     sent = 0
     for phase in sorted({int(p) for plan in plans.values() for p in np.unique(plan.sends.phase)}):
         wire = {}
+        space, memory, at = (target, got, problem.target_at) if phase else (source, served, problem.source_at)
         for endpoint, plan in plans.items():
-            sends = source_copies(problem, plan.sends) if phase == 0 else plan.sends
-            for i in np.flatnonzero(plan.sends.phase == phase).tolist():
-                rank, peer = int(sends.rank[i]), int(sends.peer[i])
-                assert peer != endpoint
-                space, memory, at = (
-                    (source, served, problem.source_at) if phase == 0 else (target, got, problem.target_at)
-                )
-                assert at[rank] == endpoint, "reads memory that it does not have"
-                (data,) = views(space, rank, sends, np.array([i]), memory[rank])
-                assert (data >= 0).all(), "sends what it does not have"
-                wire.setdefault((endpoint, peer), []).append(data.ravel().copy())
-                sent += int(sends.bytes[i])
+            sends = take(plan.sends, plan.sends.phase == phase)
+            sends = sends if phase else source_copies(problem, sends)
+            assert (at[sends.rank] == endpoint).all(), "reads memory that it does not have"
+            assert (sends.peer != endpoint).all()
+            for i, (key, index) in enumerate(indices(space, sends, sends.rank)):
+                wire.setdefault((endpoint, int(sends.peer[i])), []).append(memory[int(sends.rank[i])][key][index])
+            sent += sends.total_bytes
         wire = {pair: np.concatenate(parts) for pair, parts in wire.items()}
+        assert all((data >= 0).all() for data in wire.values()), "sends what it does not have"
+        used = dict.fromkeys(wire, 0)
         for endpoint, plan in plans.items():
-            for peer in np.unique(plan.receives.peer[plan.receives.phase == phase]).tolist():
-                rows = np.flatnonzero((plan.receives.phase == phase) & (plan.receives.peer == peer)).tolist()
-                data = wire.pop((peer, endpoint))
-                assert write(plan.receives, rows, data) == data.size, "message longer than what is read"
-        assert not wire, f"messages that nobody receives: {list(wire)[:3]}"
+            receives = take(plan.receives, plan.receives.phase == phase)
+            for i, (key, index) in enumerate(indices(target, receives, receives.rank)):
+                pair = (int(receives.peer[i]), endpoint)
+                write(int(receives.rank[i]), key, index, wire[pair][used[pair] : used[pair] + index.size])
+                used[pair] += index.size
+        assert used == {pair: data.size for pair, data in wire.items()}, "a message longer than what is read"
     for rank, storage in expected.items():
         created = plans[int(problem.target_at[rank])].creates
         for key, labels in storage.items():
