@@ -66,16 +66,19 @@ def source_copies(problem, moves):
     return replace(moves, boxes=replace(moves.boxes, copy=copy))
 
 
-def exchange(problem):
+def exchange(problem, memory=None):
     """Run the plans of all endpoints. Asserts that every element is written once, and is the right one.
 
+    Args:
+        memory: storage by source rank, as an exchange before this one left it; default: as the labels say.
+
     Returns:
-        (bytes on the wire, plans by endpoint)
+        (bytes on the wire, plans by endpoint, storage by target rank)
     """
     source, target = problem.source, problem.target
     endpoints = np.unique(np.concatenate([problem.source_at[problem.source_at >= 0], problem.target_at])).tolist()
     plans = {e: plan_endpoint(problem, e) for e in endpoints}
-    served = {r: storage_of(source, r) for r in np.flatnonzero(problem.source_at >= 0).tolist()}
+    served = memory or {r: storage_of(source, r) for r in np.flatnonzero(problem.source_at >= 0).tolist()}
     expected = {r: storage_of(target, r) for r in range(target.layout.world)}
     got = {r: {k: np.full(v.shape, UNSET) for k, v in s.items()} for r, s in expected.items()}
     times = {r: {k: np.zeros(v.shape, int) for k, v in s.items()} for r, s in expected.items()}
@@ -121,4 +124,4 @@ def exchange(problem):
             real = (labels >= 0) & (key[0] not in created)
             assert (times[rank][key] == real).all(), f"{name}: an element arrives never or twice"
             assert (got[rank][key][real] == labels[real]).all(), f"{name}: an element in the wrong place"
-    return sent, plans
+    return sent, plans, got
