@@ -20,8 +20,10 @@ from megatron_resilience.vps.layout import Layout
 from megatron_resilience.vps.space import StateSpace
 from megatron_resilience.vps.tensors import Kind, LogicalTensor, Place
 from tests.routing.exchange import exchange
+from tests.vps.strategies import few
 
 
+@few(100)
 @given(st.integers(1, 9), st.integers(1, 60))
 def test_a_broadcast_reaches_everybody_once_and_in_order(sources, owners):
     have = dict.fromkeys(range(min(sources, owners)), 0)
@@ -36,6 +38,7 @@ def test_a_broadcast_reaches_everybody_once_and_in_order(sources, owners):
     assert sorted(have) == list(range(owners))
 
 
+@few(100)
 @given(st.floats(1, 1e12), st.integers(1, 20), st.integers(1, 200), st.sampled_from([0.0, 30e-6, 1.0]))
 def test_the_chosen_way_is_the_cheapest(size, sources, owners, latency):
     cluster = Cluster(network_latency=latency)
