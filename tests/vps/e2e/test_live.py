@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.template import ROOT, plain_environment
+from tests.support.configurations import CONFIGURATIONS
+from tests.support.template import ROOT, Template, plain_environment
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("family", ["gpt", "gpt-fp32", "llama", "moe"])
+@pytest.mark.parametrize("family", ["gpt", "gpt-fp32", "llama", "moe", "mtp"])
 def test_prediction_equals_megatron(family: str) -> None:
     program = Path(__file__).with_name("live.py")
     done = subprocess.run(
@@ -26,3 +27,14 @@ def test_prediction_equals_megatron(family: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     compared = [line for line in done.stdout.splitlines() if line.endswith(" by label")]
     assert len(compared) >= 5
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_configuration_of_the_matrix(template: Template, name: str) -> None:
+    configuration = CONFIGURATIONS[name]
+    results = template.run_ranks(
+        configuration.world_size, configuration.argv, target="tests.vps.e2e.matrix:main", timeout=180
+    )
+    for result in results:
+        assert result.returncode == 0, f"rank {result.rank}\n{result.output[-3000:]}"
+        assert "compared by value" in result.output
