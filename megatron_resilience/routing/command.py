@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 from megatron_resilience.routing.cost import Cluster, load_cluster
+from megatron_resilience.routing.placement import WORTHWHILE_UP_TO, keep_in_place
 from megatron_resilience.routing.problem import relayout
 from megatron_resilience.routing.staging import fit_budget
 from megatron_resilience.routing.summary import draw_traffic, render, summarise
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         lost = parse_ranks(args.lost)
         source, target = (StateSpace(model, layout) for layout in layouts)
         problem = relayout(source, target, lost, cluster)
+        if target.layout.world <= WORTHWHILE_UP_TO:
+            problem = keep_in_place(problem)
         summary = summarise(problem, fit_budget(problem, int(args.memory * 2**30)), cluster)
     except (ValueError, OSError) as error:
         if args.json:

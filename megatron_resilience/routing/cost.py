@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_resilience.routing.schedule import Round, list_rounds, sum_rounds, xor_rounds
+from megatron_resilience.routing.schedule import LIST_UP_TO, Round, list_rounds, sum_rounds, xor_rounds
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,15 @@ def bound_seconds(traffic: Traffic, cluster: Cluster) -> float:
 
 
 def compare_schedules(messages: Messages, cluster: Cluster, endpoints: int, chunk: int) -> dict[str, float]:
-    """Predicted seconds of every schedule, the fastest first."""
+    """Predicted seconds of every schedule, the fastest first; `usable` says which of them ranks can follow."""
     traffic: dict[tuple[int, int], int] = {}
     for (_, a, b), size in messages.items():
         traffic[a, b] = traffic.get((a, b), 0) + size
     candidates = {"xor": xor_rounds(endpoints), "sum": sum_rounds(endpoints), "list": list_rounds(traffic)}
     times = {name: schedule_seconds(messages, cluster, rounds, chunk) for name, rounds in candidates.items()}
     return dict(sorted(times.items(), key=lambda item: (item[1], item[0])))
+
+
+def usable(schedule: str, endpoints: int) -> bool:
+    """Whether every rank can work out ``schedule`` by itself quickly enough (`schedule.list_rounds`)."""
+    return schedule != "list" or endpoints <= LIST_UP_TO

@@ -78,7 +78,7 @@ def expect_a_mismatch(space, chunks, optimizer, args):
     try:
         compare_flat_layout(wrong, args.rank, chunks, optimizer)
     except LayoutMismatch as error:
-        assert "lies at" in str(error), error
+        assert any(f" {tensor.name} lies at" in str(error) for tensor in tensors), error
         return
     if space.instances.pp[space.instances.first[number]] == space.layout.coordinates(space.layout.dense, args.rank)[3]:
         raise AssertionError("a wrong catalogue was accepted")
