@@ -77,14 +77,19 @@ def measure(name: str, model: str, source: str, target: str, goal: float, sample
     tables = time.perf_counter() - begin
     world = problem.target.layout.world
     slowest, fragments = 0.0, 0
+    plans = {}
     for rank in np.unique(np.linspace(0, world - 1, samples).astype(int)).tolist():
         begin = time.perf_counter()
-        plan = plan_endpoint(problem, rank)
+        plan = plans[rank] = plan_endpoint(problem, rank)
         stages = sum(1 for moves in (plan.sends, plan.receives) for _ in chunks(moves, budget.chunk))
         slowest = max(slowest, time.perf_counter() - begin)
         fragments = max(fragments, len(plan.sends) + len(plan.receives) + len(plan.keeps))
         if not stages:
             raise AssertionError(f"{name}: rank {rank} moves nothing, so nothing is measured")
+        # Nothing that one rank's plan derived may make the next one cheaper.
+        problem.known.clear()
+        for space in (problem.source, problem.target):
+            space.forget()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {
         "name": name,
@@ -100,7 +105,29 @@ def measure(name: str, model: str, source: str, target: str, goal: float, sample
         "catalogue_seconds": catalogue_seconds,
         "sampled_ranks": samples,
         "most_fragments": fragments,
+        "pairs_checked": _agreement(problem, plans),
     }
+
+
+def _agreement(problem: Any, plans: dict[int, Any]) -> int:
+    """Hold what each sampled rank receives against what its senders' plans say, for one sender per rank.
+
+    Returns:
+        Number of messages compared.
+
+    Raises:
+        AssertionError: two ranks disagree.
+    """
+    from megatron_resilience.routing.plan import plan_endpoint
+
+    compared = 0
+    for rank, plan in plans.items():
+        for (phase, peer), size in list(plan.receives.per_message().items())[:1]:
+            sent = plan_endpoint(problem, peer).sends.per_message().get((phase, rank))
+            if sent != size:
+                raise AssertionError(f"rank {rank} expects {size} bytes from {peer}, which sends {sent}")
+            compared += 1
+    return compared
 
 
 def _in_process_of_its_own(case: str, samples: int) -> dict[str, Any]:

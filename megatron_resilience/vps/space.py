@@ -140,6 +140,10 @@ class StateSpace:
         self._lately[rank] = found
         return found
 
+    def forget(self) -> None:
+        """Forget the boxes of the ranks asked for lately."""
+        self._lately.clear()
+
     def _boxes_of(self, rank: int) -> Boxes:
         parts = []
         inst, layout = self.instances, self.layout

@@ -1,4 +1,6 @@
-"""A simulated exchange, all endpoints in one process, for every ordered pair of layouts."""
+"""A simulated exchange, all endpoints in one process, for every ordered pair of layouts: 21 dense ones, 29 with MoE."""
+
+import functools
 
 import pytest
 
@@ -8,23 +10,62 @@ from megatron_resilience.vps.families import build_catalogue
 from tests.routing.exchange import exchange
 from tests.vps.models import DENSE, LAYOUTS, MOE, fits, spaces
 
-
-@pytest.mark.parametrize("shape", [DENSE, MOE], ids=["dense", "moe"])
-@pytest.mark.parametrize("source", LAYOUTS, ids=str)
-def test_all_ordered_pairs_of_layouts(shape, source):
-    catalogue = build_catalogue(shape)
-    if not fits(catalogue, source):
-        pytest.skip("layout is for MoE models")
-    every = spaces(catalogue)
-    mine = next(s for s in every if s.layout == source)
-    for target in every:
-        moved, *_ = exchange(relayout(mine, target, cluster=Cluster(ranks_per_node=4)))
-        assert (moved == 0) if target.layout == source else True
+SHAPES = {"dense": DENSE, "moe": MOE}
+SOURCES = [
+    pytest.param(name, layout, id=f"{name}-{layout}")
+    for name, shape in SHAPES.items()
+    for layout in LAYOUTS
+    if fits(build_catalogue(shape), layout)
+]
+PARTS = 8
+"""Of a run that is not full, each source goes to every eighth target, starting at another one."""
 
 
-@pytest.mark.parametrize("shape", [DENSE, MOE], ids=["dense", "moe"])
-def test_a_lost_rank_is_served_by_its_replica(shape):
-    every = spaces(build_catalogue(shape))
-    for source in (s for s in every if s.layout.world >= 8):
-        for target in (s for s in every if s.layout.world <= source.layout.world - 2):
-            exchange(relayout(source, target, lost=(2, 3), cluster=Cluster(ranks_per_node=2)))
+@functools.cache
+def every(name):
+    """All spaces of a model, shared by the tests."""
+    return spaces(build_catalogue(SHAPES[name]))
+
+
+def check_pair(source, target):
+    """Every element in its place; nothing moves where nothing changes."""
+    moved, *_ = exchange(relayout(source, target, cluster=Cluster(ranks_per_node=4)))
+    assert moved > 0 or target.layout == source.layout or source.layout.world == target.layout.world
+    assert moved == 0 or target.layout != source.layout
+
+
+def test_there_are_enough_layouts():
+    assert len(every("dense")) >= 20
+    assert len(every("moe")) >= 20
+
+
+@pytest.mark.parametrize(("name", "layout"), SOURCES)
+def test_pairs_of_layouts(name, layout):
+    layouts = [space.layout for space in every(name)]
+    number = layouts.index(layout)
+    source = every(name)[number]
+    for target in [source, *every(name)[number % PARTS :: PARTS]]:
+        check_pair(source, target)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "layout"), SOURCES)
+def test_all_ordered_pairs_of_layouts(name, layout):
+    source = next(space for space in every(name) if space.layout == layout)
+    for target in every(name):
+        check_pair(source, target)
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.full, id="all"), pytest.param(23, id="some")])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_lost_rank_is_served_by_its_replica(name, step):
+    pairs = [
+        (source, target)
+        for source in every(name)
+        if source.layout.world >= 8
+        for target in every(name)
+        if target.layout.world <= source.layout.world - 2
+    ]
+    assert pairs
+    for source, target in pairs[::step]:
+        exchange(relayout(source, target, lost=(2, 3), cluster=Cluster(ranks_per_node=2)))

@@ -23,7 +23,7 @@ from tests.routing.exchange import exchange
 from tests.vps.strategies import few
 
 
-@few(100)
+@few(60)
 @given(st.integers(1, 9), st.integers(1, 60))
 def test_a_broadcast_reaches_everybody_once_and_in_order(sources, owners):
     have = dict.fromkeys(range(min(sources, owners)), 0)
@@ -38,7 +38,7 @@ def test_a_broadcast_reaches_everybody_once_and_in_order(sources, owners):
     assert sorted(have) == list(range(owners))
 
 
-@few(100)
+@few(60)
 @given(st.floats(1, 1e12), st.integers(1, 20), st.integers(1, 200), st.sampled_from([0.0, 30e-6, 1.0]))
 def test_the_chosen_way_is_the_cheapest(size, sources, owners, latency):
     cluster = Cluster(network_latency=latency)

@@ -109,7 +109,7 @@ def check_missing(space, alive):
 SURVIVORS = st.sets(st.integers(0, 11))
 
 
-@few(40)
+@few(25)
 @given(models(), SURVIVORS)
 def test_missing_is_what_no_survivor_has(spaces, alive):
     check_missing(spaces[0], alive)

@@ -44,7 +44,7 @@ def test_a_mirrored_numbering_is_put_right():
     assert travels(keep_in_place(problem)) == 0
 
 
-@few(25)
+@few(15)
 @given(problems())
 def test_never_more_bytes_and_whole_nodes(problem):
     kept = keep_in_place(problem)

@@ -83,19 +83,19 @@ def check_there_and_back(problem):
     exchange(back, memory)
 
 
-@few(40)
+@few(25)
 @given(problems())
 def test_every_element_once_and_no_byte_too_many(problem):
     check_exchange(problem)
 
 
-@few(15)
+@few(12)
 @given(problems(most=8, cluster=ONE_NODE))
 def test_a_plan_is_the_projection_of_the_global_plan(problem):
     check_projection(problem)
 
 
-@few(15)
+@few(10)
 @given(problems())
 def test_there_and_back_is_the_identity(problem):
     check_there_and_back(problem)

@@ -21,7 +21,7 @@ def schedules(traffic, endpoints):
     return {"xor": xor_rounds(endpoints), "sum": sum_rounds(endpoints), "list": list_rounds(traffic)}
 
 
-@few(60)
+@few(40)
 @given(st.integers(2, 40), st.randoms(use_true_random=False))
 def test_an_endpoint_talks_with_one_peer_per_round(endpoints, dice):
     pairs = [(a, b) for a in range(endpoints) for b in range(endpoints) if a != b]
@@ -72,7 +72,7 @@ def random_programs(dice, endpoints):
 
 
 @pytest.mark.parametrize("how", [posted, blocking])
-@few(60)
+@few(40)
 @given(dice=st.randoms(use_true_random=False), endpoints=st.integers(2, 9), room=st.integers(0, 3))
 def test_no_traffic_deadlocks(how, dice, endpoints, room):
     programs, messages = random_programs(dice, endpoints)
@@ -109,7 +109,7 @@ def key(moves, chunk):
     return chunk.number, chunk.size, rows, chunk.begin.tolist(), chunk.end.tolist()
 
 
-@few(20)
+@few(12)
 @given(problems(), st.integers(0, 1 << 30))
 def test_no_plan_deadlocks(problem, seed):
     check_plan_programs(problem, seed)

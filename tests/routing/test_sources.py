@@ -55,7 +55,7 @@ def check_even(problem):
         assert max(load.values()) <= total / len(load) * (1 + 1 / PIECES_PER_SHARE) + piece, (shard, number, load)
 
 
-@few(25)
+@few(15)
 @given(problems())
 def test_replicas_share_a_demand_evenly(problem):
     check_even(problem)

@@ -60,7 +60,7 @@ def check_peak(problem, spare):
 SPARES = st.one_of(st.integers(0, 3 * SMALLEST_CHUNK), st.integers(0, 1 << 32))
 
 
-@few(20)
+@few(15)
 @given(problems(), SPARES)
 def test_the_peak_stays_within_the_budget(problem, spare):
     check_peak(problem, spare)

@@ -26,7 +26,7 @@ def cells(box):
     return set(itertools.product(*(range(a, b) for a, b in zip(box.start, box.stop, strict=True))))
 
 
-@few(200)
+@few(60)
 @given(st.data(), SHAPES)
 def test_intersection_and_difference_are_those_of_sets(data, shape):
     a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
@@ -38,7 +38,7 @@ def test_intersection_and_difference_are_those_of_sets(data, shape):
     assert len(rest) <= max(1, 2 * len(shape))
 
 
-@few(200)
+@few(60)
 @given(st.data(), SHAPES)
 def test_a_range_becomes_its_elements_in_order(data, shape):
     size = whole(shape).numel
@@ -51,7 +51,7 @@ def test_a_range_becomes_its_elements_in_order(data, shape):
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-@few(200)
+@few(60)
 @given(st.data(), st.tuples(*[st.integers(1, 6)] * 3))
 def test_ranges_in_bulk_are_the_same(data, shape):
     size = whole(shape).numel
@@ -71,7 +71,7 @@ def test_ranges_in_bulk_are_the_same(data, shape):
         assert len(parts) <= 5
 
 
-@few(100)
+@few(40)
 @given(st.data(), st.tuples(*[st.integers(1, 7)] * 3), st.integers(1, 9))
 def test_a_split_box_is_the_box(data, shape, parts):
     box = data.draw(boxes_in(shape).filter(lambda b: b.numel))

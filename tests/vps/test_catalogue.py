@@ -17,7 +17,7 @@ from tests.routing.exchange import storage_of
 from tests.vps.strategies import few, models
 
 
-@few(25)
+@few(12)
 @given(models())
 def test_a_catalogue_written_down_is_the_same(spaces):
     catalogue = spaces[0].catalogue

@@ -76,7 +76,7 @@ def test_every_element_has_exactly_its_replicas(shape):
             check_ownership(StateSpace(catalogue, layout))
 
 
-@few(60)
+@few(50)
 @given(models())
 def test_any_layout_tiles_the_space_of_any_model(spaces):
     check_ownership(spaces[0])

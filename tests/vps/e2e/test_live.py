@@ -1,31 +1,20 @@
 """The predicted flat layout equals Megatron's live one: offsets, buckets, owned ranges, and values by label."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.configurations import CONFIGURATIONS
-from tests.support.template import ROOT, Template, plain_environment
+from tests.support.template import Template
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.parametrize("family", ["gpt", "gpt-fp32", "llama", "moe", "mtp"])
-def test_prediction_equals_megatron(family: str) -> None:
-    program = Path(__file__).with_name("live.py")
-    done = subprocess.run(
-        [sys.executable, str(program), family],
-        env=plain_environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    compared = [line for line in done.stdout.splitlines() if line.endswith(" by label")]
+def test_prediction_equals_megatron(template: Template, family: str) -> None:
+    child = template.fork(str(Path(__file__).with_name("live.py")), [family])
+    assert child.wait(180) == 0, child.output[-3000:]
+    compared = [line for line in child.output.splitlines() if line.endswith(" by label")]
     assert len(compared) >= 5
 
 
