@@ -133,8 +133,9 @@ def shape_of(config: Any, name: str, vocabulary: int, tied: bool, learned_positi
     )
 
 
-def logical_names(chunk: Any, expert_offset: int) -> Iterator[tuple[str, Any]]:
-    """(logical name, parameter) of a model chunk, in the order of ``named_parameters()``.
+def logical_names(chunk: Any, expert_offset: int, buffers: bool = False) -> Iterator[tuple[str, Any]]:
+    """(logical name, parameter) of a model chunk, in the order of ``named_parameters()``; with ``buffers`` its
+    persistent buffers instead.
 
     Layers are numbered over the whole model (``layer_number``), experts over all EP ranks.
     """
@@ -142,10 +143,17 @@ def logical_names(chunk: Any, expert_offset: int) -> Iterator[tuple[str, Any]]:
     while hasattr(model, "module"):
         model = model.module
     offset = int(model.decoder.layers[0].layer_number) - 1 if len(model.decoder.layers) else 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in _persistent_buffers(model) if buffers else model.named_parameters():
         name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{int(m[1]) + offset}", name)
         name = re.sub(r"\.local_experts\.(\d+)", lambda m: f".local_experts.{int(m[1]) + expert_offset}", name)
         yield name, parameter
+
+
+def _persistent_buffers(model: Any) -> Iterator[tuple[str, Any]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def compare_flat_layout(space: StateSpace, rank: int, chunks: Sequence[Any], optimizer: Any) -> int:

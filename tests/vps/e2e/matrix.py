@@ -18,7 +18,7 @@ from megatron_resilience.megatron_adapter.catalogue import (
     live_space,
     logical_names,
 )
-from megatron_resilience.megatron_adapter.state import masters
+from megatron_resilience.megatron_adapter.storage import MOMENTS, fragments, live_storage
 from megatron_resilience.vps.local import local_labels
 from megatron_resilience.vps.space import StateSpace
 from tests.support.template import TRAIN_GPT
@@ -27,23 +27,16 @@ VOCABULARY = 128
 DIGITS = 3
 
 
-def instances(space, chunks, rank):
-    """(parameter, tensor number, instance row) of everything on this rank."""
-    layout = space.layout
-    ep = layout.coordinates(layout.expert, rank)[1]
-    numbers = space.catalogue.number_of
-    for chunk in chunks:
-        for name, parameter in logical_names(chunk, ep * (space.catalogue.experts // layout.ep)):
-            second = name not in numbers
-            number = numbers["embedding.word_embeddings.weight" if second else name]
-            inst = space.instances
-            yield parameter, number, int((inst.second if second else inst.first)[number])
-
-
 def compare_values(space, chunks, optimizer, rank):
     """Elements of masters that were compared. Asserts that each is the logical element predicted for its place."""
-    found = list(instances(space, chunks, rank))
-    labels = {p: local_labels(space, rank, number).ravel() + 1 for p, number, _ in found}
+    layout, numbers = space.layout, space.catalogue.number_of
+    offset = layout.coordinates(layout.expert, rank)[1] * (space.catalogue.experts // layout.ep)
+    labels = {}
+    for chunk in chunks:
+        for name, parameter in logical_names(chunk, offset):
+            number = numbers.get(name, numbers.get("embedding.word_embeddings.weight"))
+            labels[parameter] = local_labels(space, rank, number).ravel() + 1
+    boxes = space.boxes_of(rank)
     compared = 0
     for digit in range(DIGITS):
         for parameter, label in labels.items():
@@ -51,19 +44,18 @@ def compare_values(space, chunks, optimizer, rank):
             parameter.data.copy_(values.view_as(parameter))
         for part in chained(optimizer):
             part.reload_model_params()
-            live = dict(masters(part))
-            for parameter, number, row in found:
-                if parameter not in live:
-                    continue
-                grid = space.layout.expert if space.is_expert[number] else space.layout.dense
-                shard = space.layout.coordinates(grid, rank)[2]
-                low, high = (int(x[0]) for x in space.owned_range(np.array([row]), np.array([shard])))
-                expected = labels[parameter][low:high] // 256**digit % 256
-                master = live[parameter].detach().float().ravel().numpy()
-                name = space.catalogue.tensors[number].name
-                assert master.size == high - low, f"rank {rank}: {name} has {master.size} elements, not {high - low}"
-                assert np.array_equal(master, expected), f"rank {rank}: {name} holds other elements than predicted"
+        storage = live_storage(space, rank, chunks, optimizer)
+        # Every box of the rank, read as the router would, holds its logical elements in their order.
+        for i, fields in enumerate(fragments(space, rank, boxes, storage)):
+            tensor = space.catalogue.tensors[boxes.tensor[i]]
+            box = tuple(slice(getattr(boxes, d + "0")[i], getattr(boxes, d + "1")[i]) for d in "oci")
+            logical = np.arange(1, tensor.numel + 1).reshape(tensor.canonical_shape)[box]
+            if "master" in fields:
+                master = fields["master"].numpy()
+                assert np.array_equal(master, logical // 256**digit % 256), f"rank {rank}: {tensor.name} is elsewhere"
+                assert all(fields[moment].shape == logical.shape for moment in MOMENTS)
                 compared += master.size
+        assert set(storage) >= {(int(t), int(c)) for t, c in zip(boxes.tensor, boxes.copy, strict=True)}
     return compared
 
 
