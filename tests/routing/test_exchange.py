@@ -17,8 +17,8 @@ SOURCES = [
     for layout in LAYOUTS
     if fits(build_catalogue(shape), layout)
 ]
-PARTS = 8
-"""Of a run that is not full, each source goes to every eighth target, starting at another one."""
+PARTS = 14
+"""Of a run that is not full, each source goes to every fourteenth target, starting at another one."""
 
 
 @functools.cache

@@ -10,7 +10,10 @@ from tests.support.template import Template
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("family", ["gpt", "gpt-fp32", "llama", "moe", "mtp"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt", "mtp", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt-fp32", "llama", "moe"))],
+)
 def test_prediction_equals_megatron(template: Template, family: str) -> None:
     child = template.fork(str(Path(__file__).with_name("live.py")), [family])
     assert child.wait(180) == 0, child.output[-3000:]
