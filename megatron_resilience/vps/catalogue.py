@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_resilience.vps.tensors import Coordinate, Cut, Kind, LogicalTensor, Place
+from megatron_resilience.vps.tensors import TWICE, Coordinate, Cut, Kind, LogicalTensor, Place
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,11 @@ class Columns:
         self.canonical = _ints([t.canonical_shape for t in tensors]).reshape(-1, 3)
         self.layer = _ints([t.layer for t in tensors])
         self.expert = _ints([t.expert for t in tensors])
-        self.is_cut = np.array([t.cut is not None for t in tensors], bool)
+        known: dict[Cut | None, int] = {None: -1}
+        self.cut_number = _ints([known.setdefault(t.cut, len(known) - 1) for t in tensors])
+        """Number of the tensor's cut in `cuts`, -1 for none."""
+        self.cuts = tuple(cut for cut in known if cut is not None)
+        self.is_cut = self.cut_number >= 0
         self.is_step = np.array([t.kind is Kind.STEP for t in tensors], bool)
         self.on_ranks = np.array([t.place is Place.RANKS for t in tensors], bool)
         self.coordinate = _ints([(c.tp, c.ep, c.pp) if (c := t.coordinate) else (-1, -1, -1) for t in tensors]).reshape(
@@ -89,6 +93,9 @@ class Columns:
         )
         """(tp, ep, pp) that the place RANKS asks for."""
         self.is_flat = np.array([t.kind is Kind.PARAMETER for t in tensors], bool)
+        self.is_model = self.is_flat | np.array([t.kind is Kind.FROZEN for t in tensors], bool)
+        self.is_twice = np.array([t.place in TWICE for t in tensors], bool)
+        self.dtype_names, self.dtype = np.unique([t.dtype for t in tensors], return_inverse=True)
         self.bytes_per_element = _ints([t.bytes_per_element for t in tensors])
 
 

@@ -16,7 +16,7 @@ from megatron_resilience.vps.catalogue import Catalogue
 from megatron_resilience.vps.flat import FlatBuffer, bucket_size, flat_buffer
 from megatron_resilience.vps.layout import Layout
 from megatron_resilience.vps.stages import stage_of_layers
-from megatron_resilience.vps.tensors import TWICE, Coordinate, Kind, Place, nearest_divisors
+from megatron_resilience.vps.tensors import TWICE, Coordinate, Place, nearest_divisors
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,9 @@ def _fill_buffers(
     columns = catalogue.columns
     own_buffer = (columns.expert[tensor] >= 0) & layout.separate_experts
     trainable = columns.is_flat[tensor]
-    is_model = np.array([t.kind in (Kind.PARAMETER, Kind.FROZEN) for t in catalogue.tensors], bool)[tensor]
-    shared = np.array([t.place in TWICE for t in catalogue.tensors], bool)[tensor] & (layout.pp > 1)
-    dtype_names, dtypes = np.unique([t.dtype for t in catalogue.tensors], return_inverse=True)
-    dtype = dtypes[tensor]
+    is_model = columns.is_model[tensor]
+    shared = columns.is_twice[tensor] & (layout.pp > 1)
+    dtype_names, dtype = columns.dtype_names, columns.dtype[tensor]
     buffers = []
     # One pass over the instances, not one per stage: stages x instances would grow with PP.
     group = ((pp * layout.vpp + chunk) * 2 + own_buffer) * len(dtype_names) + dtype

@@ -51,37 +51,32 @@ class StateSpace:
         self._cut_tables()
 
     def _cut_tables(self) -> None:
-        tensors = self.catalogue.tensors
-        width = max((len(t.cut.blocks) for t in tensors if t.cut), default=1)
-        count = len(tensors)
+        columns, layout = self.catalogue.columns, self.layout
+        width = max((len(cut.blocks) for cut in columns.cuts), default=1)
+        count = len(columns.cut_number)
         self.blocks = np.ones(count, np.int64)
         self.tp = np.ones(count, np.int64)
         self.global_start, self.global_end, self.local_size, self.local_start = (
             np.zeros((count, width), np.int64) for _ in range(4)
         )
-        multiple = self.layout.vocabulary_multiple
-        known: dict[tuple[object, int], list[int]] = {}
-        for t, tensor in enumerate(tensors):
-            cut = tensor.cut
-            if cut is None:
-                self.global_end[t, 0] = self.local_size[t, 0] = tensor.canonical_shape[1]
+        self.global_end[:, 0] = self.local_size[:, 0] = columns.canonical[:, 1]
+        # Thousands of tensors share a few cuts.
+        kinds, first = np.unique(columns.cut_number * 2 + (columns.expert >= 0), return_index=True)
+        for kind, sample in sorted(zip(kinds.tolist(), first.tolist(), strict=True), key=lambda pair: pair[1]):
+            if kind < 0:
                 continue
-            expert = tensor.expert >= 0
-            tp = self.layout.expert_tp if expert else self.layout.tp
-            sizes = known.get((cut, tp))
-            if sizes is None:
-                try:
-                    name = "ETP" if expert else "TP"
-                    sizes = [cut.local(b, tp, multiple, name) for b in range(len(cut.blocks))]
-                except ValueError as error:
-                    raise ValueError(f"{tensor.name}: {error}") from None
-                known[(cut, tp)] = sizes
-            self.blocks[t], self.tp[t] = len(sizes), tp
-            begin = local = 0
-            for b, (size, part) in enumerate(zip(cut.blocks, sizes, strict=True)):
-                self.global_start[t, b], self.global_end[t, b] = begin, begin + size
-                self.local_start[t, b], self.local_size[t, b] = local, part
-                begin, local = begin + size, local + part
+            cut, expert = columns.cuts[kind // 2], bool(kind % 2)
+            tp, name = (layout.expert_tp, "ETP") if expert else (layout.tp, "TP")
+            try:
+                sizes = [cut.local(b, tp, layout.vocabulary_multiple, name) for b in range(len(cut.blocks))]
+            except ValueError as error:
+                raise ValueError(f"{self.catalogue.tensors[sample].name}: {error}") from None
+            rows = np.flatnonzero((columns.cut_number == kind // 2) & ((columns.expert >= 0) == expert))
+            self.blocks[rows], self.tp[rows] = len(sizes), tp
+            ends, local_ends = np.cumsum(cut.blocks), np.cumsum(sizes)
+            here = slice(len(sizes))
+            self.global_start[rows, here], self.global_end[rows, here] = ends - cut.blocks, ends
+            self.local_start[rows, here], self.local_size[rows, here] = local_ends - sizes, sizes
         self.local_cut = self.local_size.sum(axis=1)
         canonical = self.catalogue.columns.canonical
         self.outer, self.inner = canonical[:, 0], canonical[:, 2]
