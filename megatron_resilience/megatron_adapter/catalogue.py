@@ -12,12 +12,77 @@ from typing import Any
 
 import numpy as np
 
-from megatron_resilience.vps.families import ModelShape
+from megatron_resilience.vps.families import ModelShape, build_catalogue
+from megatron_resilience.vps.layout import ORDER, ORDER_PP_BEFORE_DP, Layout
+from megatron_resilience.vps.local import local_labels
 from megatron_resilience.vps.space import StateSpace
+from megatron_resilience.vps.tensors import Place
 
 
 class LayoutMismatch(RuntimeError):
     """The predicted layout differs from the live one; the message names the tensor and both values."""
+
+
+def layout_of(args: Any) -> Layout:
+    """The layout that Megatron's validated arguments ask for.
+
+    Raises:
+        ValueError: a way of placing layers or parameters that a `Layout` cannot say, naming the option.
+    """
+    for option in ("pipeline_model_parallel_layout", "use_custom_fsdp", "use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(args, option, None):
+            raise ValueError(f"--{option.replace('_', '-')}: such a layout cannot be changed yet; leave it out")
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    etp = args.expert_tensor_parallel_size
+    return Layout(
+        tp=tp,
+        pp=pp,
+        dp=args.world_size // (tp * pp * cp),
+        cp=cp,
+        ep=args.expert_model_parallel_size,
+        etp=None if etp == tp else etp,
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
+        order=ORDER_PP_BEFORE_DP if args.use_tp_pp_dp_mapping else ORDER,
+        first_stage_layers=args.decoder_first_pipeline_num_layers,
+        last_stage_layers=args.decoder_last_pipeline_num_layers,
+        count_embedding=args.account_for_embedding_in_pipeline_split,
+        count_loss=args.account_for_loss_in_pipeline_split,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        bucket_size=args.ddp_bucket_size,
+        num_buckets=args.ddp_num_buckets,
+        pad_for_busbw=args.ddp_pad_buckets_for_high_nccl_busbw,
+        vocabulary_multiple=args.make_vocab_size_divisible_by,
+    )
+
+
+def live_space(args: Any, chunks: Sequence[Any], optimizer: Any, vocabulary: int) -> StateSpace:
+    """The space of the model that trains here, once every tensor on this rank has been found where it predicts.
+
+    Call it at the door of ``train()``, on every rank; no collectives.
+
+    Args:
+        args: Megatron's, validated.
+        chunks: the DDP-wrapped model chunks.
+        optimizer: Megatron's.
+        vocabulary: the tokenizer's, without padding.
+
+    Raises:
+        ValueError: an architecture or layout that is not described; names the option.
+        LayoutMismatch: Megatron keeps a tensor elsewhere than predicted; names the tensor.
+    """
+    model = chunks[0]
+    while hasattr(model, "module"):
+        model = model.module
+    positions = args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0
+    tied = not args.untie_embeddings_and_output_weights
+    shape = shape_of(model.config, "live", vocabulary, tied, positions)
+    space = StateSpace(
+        build_catalogue(shape), layout_of(args), sharded_optimizer=args.use_distributed_optimizer
+    ).check()
+    if args.use_distributed_optimizer:
+        compare_flat_layout(space, args.rank, chunks, optimizer)
+    compare_sharding(space, args.rank, chunks)
+    return space
 
 
 def shape_of(config: Any, name: str, vocabulary: int, tied: bool, learned_positions: int = 0) -> ModelShape:
@@ -32,17 +97,16 @@ def shape_of(config: Any, name: str, vocabulary: int, tied: bool, learned_positi
     Raises:
         ValueError: an architecture that the description does not cover, naming the option.
     """
-    for option in ("multi_latent_attention", "mtp_num_layers", "hetereogenous_dist_checkpoint"):
+    for option in ("multi_latent_attention", "mtp_use_repeated_layer", "hetereogenous_dist_checkpoint"):
         if getattr(config, option, None):
             raise ValueError(f"{option}: this architecture cannot change its layout yet; leave it out")
-    frequency = config.moe_layer_freq if config.num_moe_experts else 1
-    dense_first = 0
-    if isinstance(frequency, list):
-        dense_first = frequency.index(1)
-        if frequency != [0] * dense_first + [1] * (len(frequency) - dense_first):
-            raise ValueError(f"moe_layer_freq={frequency}: only dense layers first, then MoE layers")
-    elif frequency != 1:
-        raise ValueError(f"moe_layer_freq={frequency}: only dense layers first, then MoE layers")
+    pattern = None
+    if config.num_moe_experts:
+        frequency = config.moe_layer_freq
+        if isinstance(frequency, int):
+            # Megatron's get_gpt_decoder_layer_specs: every frequency-th layer, from the first on.
+            frequency = [int(layer % frequency == 0) for layer in range(config.num_layers)]
+        pattern = tuple(frequency)
     return ModelShape(
         name=name,
         layers=config.num_layers,
@@ -60,7 +124,8 @@ def shape_of(config: Any, name: str, vocabulary: int, tied: bool, learned_positi
         query_key_norm=config.qk_layernorm,
         experts=config.num_moe_experts or 0,
         expert_ffn=config.moe_ffn_hidden_size or config.ffn_hidden_size,
-        dense_first=dense_first,
+        moe_pattern=pattern,
+        mtp=config.mtp_num_layers or 0,
         shared_expert_ffn=config.moe_shared_expert_intermediate_size or 0,
         router_bias=bool(config.num_moe_experts and config.moe_router_enable_expert_bias),
         dtype=str(config.params_dtype).removeprefix("torch."),
@@ -68,8 +133,9 @@ def shape_of(config: Any, name: str, vocabulary: int, tied: bool, learned_positi
     )
 
 
-def logical_names(chunk: Any, expert_offset: int) -> Iterator[tuple[str, Any]]:
-    """(logical name, parameter) of a model chunk, in the order of ``named_parameters()``.
+def logical_names(chunk: Any, expert_offset: int, buffers: bool = False) -> Iterator[tuple[str, Any]]:
+    """(logical name, parameter) of a model chunk, in the order of ``named_parameters()``; with ``buffers`` its
+    persistent buffers instead.
 
     Layers are numbered over the whole model (``layer_number``), experts over all EP ranks.
     """
@@ -77,10 +143,17 @@ def logical_names(chunk: Any, expert_offset: int) -> Iterator[tuple[str, Any]]:
     while hasattr(model, "module"):
         model = model.module
     offset = int(model.decoder.layers[0].layer_number) - 1 if len(model.decoder.layers) else 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in _persistent_buffers(model) if buffers else model.named_parameters():
         name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{int(m[1]) + offset}", name)
         name = re.sub(r"\.local_experts\.(\d+)", lambda m: f".local_experts.{int(m[1]) + expert_offset}", name)
         yield name, parameter
+
+
+def _persistent_buffers(model: Any) -> Iterator[tuple[str, Any]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def compare_flat_layout(space: StateSpace, rank: int, chunks: Sequence[Any], optimizer: Any) -> int:
@@ -128,7 +201,7 @@ def compare_sharding(space: StateSpace, rank: int, chunks: Sequence[Any]) -> int
     for number, chunk in enumerate(chunks):
         truth = _labels_of_modules(chunk)
         for name, parameter in logical_names(chunk, _expert_offset(space, rank)):
-            expected = predicted_labels(space, rank, number, name)
+            expected = local_labels(space, rank, _number(space, name, number))
             label, stated = truth.get(parameter.data_ptr(), (None, ()))
             if label is None:
                 continue
@@ -146,23 +219,6 @@ def compare_sharding(space: StateSpace, rank: int, chunks: Sequence[Any]) -> int
     return compared
 
 
-def predicted_labels(space: StateSpace, rank: int, chunk: int, name: str) -> np.ndarray:
-    """int64 array in the local canonical shape: logical row-major index of every element, -1 for padding."""
-    number = _number(space, name, chunk)
-    expert = bool(space.is_expert[number])
-    grid = space.layout.expert if expert else space.layout.dense
-    tp = space.layout.coordinates(grid, rank)[0] if space.tp[number] > 1 else 0
-    outer, rows, inner = space.catalogue.tensors[number].canonical_shape
-    parts = []
-    for block in range(int(space.blocks[number])):
-        size = int(space.local_size[number, block])
-        row = int(space.global_start[number, block]) + tp * size + np.arange(size)
-        parts.append(np.where(row < space.global_end[number, block], row, -1))
-    cut = np.concatenate(parts)
-    label = (np.arange(outer)[:, None, None] * rows + cut[None, :, None]) * inner + np.arange(inner)
-    return np.where(cut[None, :, None] >= 0, label, -1)
-
-
 def _number(space: StateSpace, name: str, chunk: int) -> int:
     numbers = space.catalogue.number_of
     if name == "output_layer.weight" and name not in numbers:
@@ -177,11 +233,11 @@ def _expert_offset(space: StateSpace, rank: int) -> int:
     return ep * (space.catalogue.experts // space.layout.ep)
 
 
-Place = tuple[int, int, int, int, int, int]
+Position = tuple[int, int, int, int, int, int]
 
 
-def _predicted(space: StateSpace, rank: int) -> dict[tuple[int, str], Place]:
-    out: dict[tuple[int, str], Place] = {}
+def _predicted(space: StateSpace, rank: int) -> dict[tuple[int, str], Position]:
+    out: dict[tuple[int, str], Position] = {}
     inst = space.instances
     for expert, grid in ((False, space.layout.dense), (True, space.layout.expert)):
         _, ep, shard, pp = space.layout.coordinates(grid, rank)
@@ -190,7 +246,7 @@ def _predicted(space: StateSpace, rank: int) -> dict[tuple[int, str], Place]:
         low, high = space.owned_range(rows, np.full(len(rows), shard))
         for row, begin, end in zip(rows.tolist(), low.tolist(), high.tolist(), strict=True):
             name = space.catalogue.tensors[int(inst.tensor[row])].name
-            if inst.copy[row]:
+            if inst.copy[row] and space.catalogue.tensors[int(inst.tensor[row])].place is Place.TIED:
                 name = "output_layer.weight"
             start, bucket = int(inst.start[row]), int(inst.bucket_start[row])
             owned = (begin, end) if begin < end else (0, 0)
@@ -201,7 +257,7 @@ def _predicted(space: StateSpace, rank: int) -> dict[tuple[int, str], Place]:
     return out
 
 
-def _live(optimizer: Any, identity: dict[Any, tuple[int, str]]) -> Iterator[tuple[tuple[int, str], Place]]:
+def _live(optimizer: Any, identity: dict[Any, tuple[int, str]]) -> Iterator[tuple[tuple[int, str], Position]]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for buffer, by_dtype in zip(part.buffers, part.gbuf_ranges, strict=True):
             (buckets,) = by_dtype.values()

@@ -8,12 +8,15 @@ import sys
 from dataclasses import replace
 
 from megatron_resilience.routing.cost import Cluster, load_cluster
+from megatron_resilience.routing.placement import WORTHWHILE_UP_TO, keep_in_place
 from megatron_resilience.routing.problem import relayout
 from megatron_resilience.routing.staging import fit_budget
 from megatron_resilience.routing.summary import draw_traffic, render, summarise
 from megatron_resilience.vps.families import load_model
-from megatron_resilience.vps.layout import check_batch, parse_layout
-from megatron_resilience.vps.space import StateSpace
+from megatron_resilience.vps.layout import parse_layout
+from megatron_resilience.vps.nearest import space_of
+from megatron_resilience.vps.state import complete_state
+from megatron_resilience.vps.tensors import nearest_divisors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +44,20 @@ def run(args: argparse.Namespace) -> int:
             replace(parse_layout(text), overlap_grad_reduce=args.overlap_grad_reduce)
             for text in (args.source, args.target)
         ]
+        batch = None
         if args.global_batch:
-            check_batch(layouts[1], args.global_batch, args.micro_batch)
+            if args.global_batch % args.micro_batch:
+                raise ValueError(
+                    f"--micro-batch {args.micro_batch} does not divide --global-batch {args.global_batch}; "
+                    f"nearest that do: {nearest_divisors(args.global_batch, args.micro_batch)}"
+                )
+            batch = args.global_batch // args.micro_batch
         lost = parse_ranks(args.lost)
-        source, target = (StateSpace(model, layout) for layout in layouts)
-        problem = relayout(source, target, lost, cluster.ranks_per_node)
+        model = complete_state(model, layouts)
+        source, target = space_of(model, layouts[0]), space_of(model, layouts[1], batch=batch)
+        problem = relayout(source, target, lost, cluster)
+        if target.layout.world <= WORTHWHILE_UP_TO:
+            problem = keep_in_place(problem)
         summary = summarise(problem, fit_budget(problem, int(args.memory * 2**30)), cluster)
     except (ValueError, OSError) as error:
         if args.json:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_resilience.routing.schedule import Round, list_rounds, sum_rounds, xor_rounds
+from megatron_resilience.routing.schedule import LIST_UP_TO, Round, list_rounds, sum_rounds, xor_rounds
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,18 @@ Traffic = Mapping[tuple[int, int], int]
 """Bytes by (source endpoint, destination endpoint)."""
 
 
-def schedule_seconds(traffic: Traffic, cluster: Cluster, rounds: Round, chunk: int) -> float:
-    """Time until the last endpoint is done; a pair starts when both have done their earlier rounds."""
-    pairs: dict[tuple[int, int], int] = {}
-    for (a, b), size in traffic.items():
-        pair = (min(a, b), max(a, b))
+Messages = Mapping[tuple[int, int, int], int]
+"""Bytes by (phase, source endpoint, destination endpoint)."""
+
+
+def schedule_seconds(messages: Messages, cluster: Cluster, rounds: Round, chunk: int) -> float:
+    """Time until the last endpoint is done; a pair starts when both have done their earlier phases and rounds."""
+    pairs: dict[tuple[int, int, int], int] = {}
+    for (phase, a, b), size in messages.items():
+        pair = (phase, min(a, b), max(a, b))
         pairs[pair] = max(pairs.get(pair, 0), size)
     free: dict[int, float] = {}
-    for (a, b), size in sorted(pairs.items(), key=lambda item: (rounds(*item[0]), item[0])):
+    for (_, a, b), size in sorted(pairs.items(), key=lambda item: (item[0][0], rounds(*item[0][1:]), item[0])):
         start = max(free.get(a, 0.0), free.get(b, 0.0))
         free[a] = free[b] = start + cluster.seconds(a, b, size, -(-size // chunk))
     return max(free.values(), default=0.0)
@@ -75,8 +79,16 @@ def bound_seconds(traffic: Traffic, cluster: Cluster) -> float:
     return max([*out.values(), *back.values()], default=0.0)
 
 
-def compare_schedules(traffic: Traffic, cluster: Cluster, endpoints: int, chunk: int) -> dict[str, float]:
-    """Predicted seconds of every schedule, the fastest first."""
+def compare_schedules(messages: Messages, cluster: Cluster, endpoints: int, chunk: int) -> dict[str, float]:
+    """Predicted seconds of every schedule, the fastest first; `usable` says which of them ranks can follow."""
+    traffic: dict[tuple[int, int], int] = {}
+    for (_, a, b), size in messages.items():
+        traffic[a, b] = traffic.get((a, b), 0) + size
     candidates = {"xor": xor_rounds(endpoints), "sum": sum_rounds(endpoints), "list": list_rounds(traffic)}
-    times = {name: schedule_seconds(traffic, cluster, rounds, chunk) for name, rounds in candidates.items()}
+    times = {name: schedule_seconds(messages, cluster, rounds, chunk) for name, rounds in candidates.items()}
     return dict(sorted(times.items(), key=lambda item: (item[1], item[0])))
+
+
+def usable(schedule: str, endpoints: int) -> bool:
+    """Whether every rank can work out ``schedule`` by itself quickly enough (`schedule.list_rounds`)."""
+    return schedule != "list" or endpoints <= LIST_UP_TO

@@ -1,36 +1,41 @@
 """The State Routing Planner: what one endpoint sends, receives and keeps (DynaTrain, section on the planner).
 
-Rank-local: nothing is gathered. The receiving side intersects its target boxes with the source layout, the
-sending side its source boxes with the target layout; both see the same fragments and evaluate the same
-rule for replicas.
+Rank-local: nothing is gathered. The receiving side intersects its target boxes with the source layout, the sending
+side its source boxes with the target layout; both see the same regions and evaluate the same rule for replicas.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_resilience.routing.holders import NOWHERE
 from megatron_resilience.routing.problem import Problem
-from megatron_resilience.routing.sources import choose_sources
-from megatron_resilience.vps.pieces import Boxes, concatenate
-from megatron_resilience.vps.space import StateSpace
+from megatron_resilience.routing.regions import incoming, outgoing
+from megatron_resilience.routing.sources import joined, legs
+from megatron_resilience.vps.pieces import Boxes
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Fragments between this endpoint and its peers, sorted by peer, then tensor, copy and position.
+    """Fragments between this endpoint and its peers, sorted by phase, peer, tensor, copy and position.
 
     Attributes:
-        boxes: the fragments; ``base`` is without meaning here, ``copy`` the target's copy of a tied tensor.
+        boxes: the fragments; ``base`` and ``span`` are without meaning here, ``copy`` is the target's copy of an
+            embedding that has two.
         peer: int64 (n,), the other endpoint.
+        phase: int64 (n,); everything of a phase is received before anything of a later one is sent. All is 0 but
+            what owners pass on among themselves (`routing.fanout`).
+        rank: int64 (n,), whose storage here the fragment is read from or written to (`vps.local.local_views`): a
+            rank of the source layout for what is kept and for what is sent in phase 0, of the target layout else.
         bytes: int64 (n,), bytes of state in each fragment (all its fields).
     """
 
     boxes: Boxes
     peer: np.ndarray
+    phase: np.ndarray
+    rank: np.ndarray
     bytes: np.ndarray
 
     def __len__(self) -> int:
@@ -41,20 +46,30 @@ class Moves:
         """Bytes of all fragments."""
         return int(self.bytes.sum())
 
-    def per_peer(self) -> dict[int, int]:
-        """Bytes by peer."""
-        peers, where = np.unique(self.peer, return_inverse=True)
-        return dict(zip(peers.tolist(), np.bincount(where, self.bytes).astype(int).tolist(), strict=True))
+    def per_message(self) -> dict[tuple[int, int], int]:
+        """Bytes by (phase, peer)."""
+        keys, where = np.unique(np.stack([self.phase, self.peer], axis=1), axis=0, return_inverse=True)
+        sizes = np.bincount(where.reshape(-1), self.bytes, len(keys)).astype(int).tolist()
+        return {(phase, peer): size for (phase, peer), size in zip(keys.tolist(), sizes, strict=True)}
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Everything one endpoint does."""
+    """Everything one endpoint does.
+
+    Attributes:
+        endpoint: whose plan it is.
+        sends, receives: fragments to and from peers.
+        keeps: fragments that it holds already; ``peer`` is the endpoint itself.
+        creates: tensors (numbers in the catalogue) that it must own and the source layout has not: random streams
+            of ranks that did not exist.
+    """
 
     endpoint: int
     sends: Moves
     receives: Moves
     keeps: Moves
+    creates: tuple[int, ...] = ()
 
 
 def plan_endpoint(problem: Problem, endpoint: int) -> RankPlan:
@@ -63,120 +78,52 @@ def plan_endpoint(problem: Problem, endpoint: int) -> RankPlan:
     Raises:
         ValueError: nobody holds something this endpoint must own.
     """
-    received = _received(problem, endpoint)
-    sent = _sent(problem, endpoint)
-    own = received.peer == endpoint
-    return RankPlan(endpoint, sent, _take(received, ~own), _take(received, own))
-
-
-def _received(problem: Problem, endpoint: int) -> Moves:
-    source, target = problem.source, problem.target
-    parts, peers = [], []
+    sends: list[_Part] = []
+    receives: list[_Part] = []
+    keeps: list[_Part] = []
+    creates: tuple[int, ...] = ()
     for rank in np.flatnonzero(problem.target_at == endpoint).tolist():
-        wanted = target.boxes_of(rank)
-        copy = problem.source_copy[wanted.copy, wanted.tensor]
-        row, parts_found = source.owners_of(wanted, copy)
-        peer = np.full(len(row), NOWHERE, np.int64)
-        for src, dst, rows in _shard_pairs(source, parts_found, target, wanted.base[row]):
-            owners = _ranks(target, *dst)
-            chosen = choose_sources(
-                problem.source_at[_ranks(source, *src)],
-                problem.target_at[owners],
-                problem.ranks_per_node,
-                _turn(src, dst),
-            )
-            peer[rows] = chosen[np.searchsorted(owners, rank)]
-        if (peer == NOWHERE).any():
-            tensor = source.catalogue.tensors[int(parts_found.tensor[np.argmin(peer)])].name
-            raise ValueError(f"nobody holds a part of {tensor} that target rank {rank} must own")
-        parts.append(_with_copy(parts_found, wanted.copy[row]))
-        peers.append(peer)
-    return _moves(source, parts, peers)
+        for region in incoming(problem, rank):
+            holders = region.holders(problem)
+            if not len(holders):
+                name = problem.source.catalogue.tensors[int(region.boxes.tensor[0])].name
+                raise ValueError(f"nobody holds a part of {name} that target rank {rank} must own")
+            if endpoint in holders:
+                replicas = problem.source.replicas(*region.source)
+                mine = int(replicas[problem.source_at[replicas] == endpoint][0])
+                keeps.append(_Part(region.boxes, endpoint, 0, mine))
+                continue
+            for leg in legs(problem, region, holders, endpoint):
+                if leg.source == endpoint:
+                    sends.append(_Part(leg.boxes, leg.destination, leg.phase, rank))
+                else:
+                    receives.append(_Part(leg.boxes, leg.source, leg.phase, rank))
+        wanted = problem.target.boxes_of(rank).tensor
+        creates = tuple(np.unique(wanted[problem.source.instances.first[wanted] < 0]).tolist())
+    done = set()
+    for rank in np.flatnonzero(problem.source_at == endpoint).tolist():
+        for region in outgoing(problem, rank):
+            # An endpoint that serves several replicas of one shard sends it once.
+            if (region.source, region.target) not in done:
+                done.add((region.source, region.target))
+                for leg in legs(problem, region, region.holders(problem), endpoint):
+                    sends.append(_Part(leg.boxes, leg.destination, leg.phase, rank))
+    return RankPlan(endpoint, _moves(problem, sends), _moves(problem, receives), _moves(problem, keeps), creates)
 
 
-def _sent(problem: Problem, endpoint: int) -> Moves:
-    source, target = problem.source, problem.target
-    parts, peers = [], []
-    served = np.flatnonzero(problem.source_at == endpoint).tolist()
-    seen: list[tuple[int, int]] = []
-    for rank in served:
-        held = source.boxes_of(rank)
-        for copy in (0, 1):
-            # Target copies that are fed from the copy that this box belongs to.
-            exists = (copy == 0) | (target.instances.second[held.tensor] >= 0)
-            fed = exists & (problem.source_copy[copy, held.tensor] == held.copy)
-            row, found = target.owners_of(held, np.where(fed, copy, -1))
-            for src, dst, rows in _shard_pairs(source, held.take(row), target, found.base):
-                # An endpoint that serves several replicas of one shard sends it once.
-                if any((other, src[0]) in seen for other in _ranks(source, *src).tolist() if other < rank):
-                    continue
-                owners = problem.target_at[_ranks(target, *dst)]
-                chosen = choose_sources(
-                    problem.source_at[_ranks(source, *src)], owners, problem.ranks_per_node, _turn(src, dst)
-                )
-                for peer in owners[(chosen == endpoint) & (owners != endpoint)].tolist():
-                    parts.append(_with_copy(found.take(rows), copy))
-                    peers.append(np.full(len(rows), peer, np.int64))
-        seen += [(rank, base) for base in np.unique(held.base).tolist()]
-    return _moves(source, parts, peers)
+class _Part(NamedTuple):
+    boxes: Boxes
+    peer: int
+    phase: int
+    rank: int
 
 
-Shard = tuple[int, int]
-"""(base rank, tensor class): names a set of replicas."""
-
-
-def _ranks(space: StateSpace, base: int, number: int) -> np.ndarray:
-    return base + space.replica_offsets[number]
-
-
-def _turn(src: Shard, dst: Shard) -> int:
-    return src[0] + dst[0]
-
-
-def _shard_pairs(
-    source: StateSpace, src: Boxes, target: StateSpace, dst_base: np.ndarray
-) -> list[tuple[Shard, Shard, np.ndarray]]:
-    """Group fragments by (source shard, target shard): the choice of a replica is the same in each group."""
-    if not len(src):
-        return []
-    classes = source.tensor_class[src.tensor] * 8 + target.tensor_class[src.tensor]
-    key = (src.base * target.layout.world + dst_base) * 64 + classes
-    order = np.argsort(key, kind="stable")
-    edges = np.flatnonzero(np.diff(key[order], prepend=-1, append=-1))
-    out = []
-    for low, high in itertools.pairwise(edges):
-        rows = order[low:high]
-        one = rows[0]
-        pair = int(classes[one])
-        out.append(((int(src.base[one]), pair // 8), (int(dst_base[one]), pair % 8), rows))
-    return out
-
-
-def _with_copy(boxes: Boxes, copy: np.ndarray | int) -> Boxes:
-    fixed = np.broadcast_to(np.asarray(copy, np.int64), boxes.tensor.shape)
-    return Boxes(
-        boxes.tensor,
-        fixed,
-        boxes.block,
-        boxes.o0,
-        boxes.o1,
-        boxes.c0,
-        boxes.c1,
-        boxes.i0,
-        boxes.i1,
-        boxes.base,
-    )
-
-
-def _moves(space: StateSpace, parts: list[Boxes], peers: list[np.ndarray]) -> Moves:
-    if not parts:
-        none = np.zeros(0, np.int64)
-        return Moves(Boxes(*[none] * 10), none, none)
-    boxes, peer = concatenate(parts), np.concatenate(peers)
-    order = np.lexsort((boxes.i0, boxes.c0, boxes.o0, boxes.copy, boxes.tensor, peer))
+def _moves(problem: Problem, parts: list[_Part]) -> Moves:
+    boxes = joined([part.boxes for part in parts])
+    counts = [len(part.boxes) for part in parts]
+    numbers = np.array([(part.peer, part.phase, part.rank) for part in parts], np.int64).reshape(-1, 3)
+    peer, phase, rank = np.repeat(numbers, counts, axis=0).T
+    order = np.lexsort((boxes.i0, boxes.c0, boxes.o0, boxes.copy, boxes.tensor, peer, phase))
     boxes = boxes.take(order)
-    return Moves(boxes, peer[order], boxes.numel * space.catalogue.columns.bytes_per_element[boxes.tensor])
-
-
-def _take(moves: Moves, mask: np.ndarray) -> Moves:
-    return Moves(moves.boxes.take(mask), moves.peer[mask], moves.bytes[mask])
+    size = boxes.numel * problem.source.catalogue.columns.bytes_per_element[boxes.tensor]
+    return Moves(boxes, peer[order], phase[order], rank[order], size)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from megatron_resilience.routing.cost import Cluster
 from megatron_resilience.routing.holders import NOWHERE, missing_regions
 from megatron_resilience.vps.space import StateSpace
 
@@ -19,14 +21,16 @@ class Problem:
         source, target: the same catalogue under two layouts.
         source_at: int64 (source world,), endpoint that serves each source rank's shard, NOWHERE if lost.
         target_at: int64 (target world,), endpoint that becomes each target rank.
-        ranks_per_node: endpoints are numbered node by node.
+        cluster: the links, by which fan-out is decided; endpoints are numbered node by node.
+        grain: bytes below which no fragment is cut to even out the load of replicas.
     """
 
     source: StateSpace
     target: StateSpace
     source_at: np.ndarray
     target_at: np.ndarray
-    ranks_per_node: int = 8
+    cluster: Cluster = field(default_factory=Cluster)
+    grain: int = 1 << 16
 
     def __post_init__(self) -> None:
         for space, at, side in (
@@ -37,6 +41,11 @@ class Problem:
                 raise ValueError(f"{side} layout {space.layout} has {space.layout.world} ranks, not {len(at)}")
         if len(np.unique(self.target_at)) != len(self.target_at):
             raise ValueError("two target ranks share an endpoint")
+
+    @cached_property
+    def known(self) -> dict[Any, Any]:
+        """What has been derived about source shards and pairs of shards, kept by `routing.sources`."""
+        return {}
 
     @cached_property
     def source_copy(self) -> np.ndarray:
@@ -76,22 +85,29 @@ class Problem:
                 raise ValueError(f"nobody holds {'; '.join(missing[:5])}{more}")
 
 
-def relayout(source: StateSpace, target: StateSpace, lost: tuple[int, ...] = (), ranks_per_node: int = 8) -> Problem:
+def relayout(
+    source: StateSpace, target: StateSpace, lost: tuple[int, ...] = (), cluster: Cluster | None = None
+) -> Problem:
     """A change of layout on the survivors of ``lost``: endpoints are the source's ranks, then new ones.
 
-    The shard of a lost rank is served by the replica on the next surviving node (the product's placement
-    puts it in another failure domain; here the next node stands for it, and on one node the next rank).
+    Target ranks are the survivors in the order of their numbers, then new endpoints; see
+    `routing.placement.keep_in_place` for a numbering that moves less. The shard of a lost rank is served by its
+    replica one node further on (on one node: by the next rank), which stands for the product's placement in another
+    failure domain; when that endpoint is lost too, the shard is, unless another rank has the same boxes.
+
+    Raises:
+        ValueError: a lost rank that the source layout does not have.
     """
-    world = source.layout.world
+    cluster = cluster or Cluster()
+    world, ranks_per_node = source.layout.world, cluster.ranks_per_node
     source_at = np.arange(world)
     dead = set(lost)
     if dead - set(range(world)):
         raise ValueError(f"lost ranks {sorted(dead - set(range(world)))} are not in a layout of {world} ranks")
     for rank in sorted(dead):
-        # A shard has one replica, one node further on; when that is dead too, the shard is lost.
         partner = (rank + (ranks_per_node if world > ranks_per_node else 1)) % world
         source_at[rank] = NOWHERE if partner in dead else partner
     alive = [r for r in range(world) if r not in dead]
     extra = range(world, world + max(0, target.layout.world - len(alive)))
     target_at = np.array([*alive, *extra][: target.layout.world], np.int64)
-    return Problem(source, target, source_at, target_at, ranks_per_node)
+    return Problem(source, target, source_at, target_at, cluster)

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+LIST_UP_TO = 128
+"""Endpoints up to which ranks may use the list schedule: planning as many takes a rank about 2 s, in the background."""
+
 Round = Callable[[int, int], int]
 """The round of a pair of endpoints; the same whichever is asked."""
 
@@ -33,7 +36,8 @@ def sum_rounds(endpoints: int) -> Round:
 def list_rounds(traffic: Mapping[tuple[int, int], int]) -> Round:
     """Greedy list schedule: pairs by falling traffic, each in the first round where both are free.
 
-    Needs everybody's bytes, so it is for whoever plans the whole (the ``plan`` command, a coordinator).
+    Needs everybody's bytes. They follow from the problem, so each rank can still work the schedule out alone, but has
+    to plan all endpoints for it: that is done up to `LIST_UP_TO` of them, and only shown beyond.
 
     Args:
         traffic: bytes by (source, destination).

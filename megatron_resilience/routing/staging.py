@@ -1,8 +1,8 @@
 """Stages: a plan cut into exchanges that fit a memory budget, and the peak that results.
 
-Every message (all fragments from one endpoint to another) is one packed byte stream, cut at multiples of a
-chunk size that follows from the problem and the budget alone, so both sides cut alike. One exchange holds at
-most one chunk outgoing and one incoming.
+Every message (all fragments from one endpoint to another in one phase) is one packed byte stream, cut at multiples of
+a chunk size that follows from the problem and the budget alone, so both sides cut alike. One exchange holds at most
+one chunk outgoing and one incoming.
 """
 
 from __future__ import annotations
@@ -57,12 +57,14 @@ class Chunk:
 
     Attributes:
         peer: the other endpoint.
+        phase: phase of the message.
         number: position in the message.
         size: bytes.
         fragment, begin, end: int64 arrays: fragments in the chunk (rows of `Moves`), bytes of each.
     """
 
     peer: int
+    phase: int
     number: int
     size: int
     fragment: np.ndarray
@@ -105,8 +107,9 @@ def fit_budget(problem: Problem, limit: int) -> Budget:
 
 
 def chunks(moves: Moves, size: int) -> Iterator[Chunk]:
-    """Cut every message of ``moves`` at multiples of ``size`` bytes, in the order of peers."""
-    edges = np.flatnonzero(np.diff(moves.peer, prepend=-1, append=-1))
+    """Cut every message of ``moves`` at multiples of ``size`` bytes, in the order of phases and peers."""
+    change = (np.diff(moves.peer, prepend=-1, append=-1) != 0) | (np.diff(moves.phase, prepend=-1, append=-1) != 0)
+    edges = np.flatnonzero(change)
     for low, high in itertools.pairwise(edges):
         stop = np.cumsum(moves.bytes[low:high])
         start = stop - moves.bytes[low:high]
@@ -117,6 +120,7 @@ def chunks(moves: Moves, size: int) -> Iterator[Chunk]:
             rows = np.arange(first, last)
             yield Chunk(
                 int(moves.peer[low]),
+                int(moves.phase[low]),
                 number,
                 end - begin,
                 low + rows,
@@ -127,5 +131,5 @@ def chunks(moves: Moves, size: int) -> Iterator[Chunk]:
 
 def exchange_count(plan: RankPlan, size: int) -> int:
     """Number of exchanges that ``plan`` takes with staging buffers of ``size`` bytes."""
-    out, back = plan.sends.per_peer(), plan.receives.per_peer()
+    out, back = plan.sends.per_message(), plan.receives.per_message()
     return sum(-(-max(out.get(p, 0), back.get(p, 0)) // size) for p in out.keys() | back.keys())

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_resilience.routing.cost import Cluster, bound_seconds, compare_schedules
+from megatron_resilience.routing.cost import Cluster, bound_seconds, compare_schedules, usable
 from megatron_resilience.routing.plan import plan_endpoint
 from megatron_resilience.routing.problem import Problem
+from megatron_resilience.routing.schedule import LIST_UP_TO
 from megatron_resilience.routing.staging import Budget, exchange_count
 
 
@@ -38,8 +39,8 @@ class Summary:
 
     @property
     def schedule(self) -> str:
-        """Name of the schedule predicted to be fastest."""
-        return next(iter(self.seconds))
+        """Name of the schedule predicted to be fastest, of those that ranks can follow."""
+        return next(name for name in self.seconds if usable(name, self.endpoints))
 
     def to_json(self) -> dict[str, Any]:
         """All figures but the traffic matrix."""
@@ -60,6 +61,7 @@ def summarise(problem: Problem, budget: Budget, cluster: Cluster) -> Summary:
     """
     problem.check_covered()
     traffic: dict[tuple[int, int], int] = {}
+    messages: dict[tuple[int, int, int], int] = {}
     kept = exchanges = 0
     sources = problem.source_at[problem.source_at >= 0]
     endpoints = np.unique(np.concatenate([sources, problem.target_at])).tolist()
@@ -67,10 +69,12 @@ def summarise(problem: Problem, budget: Budget, cluster: Cluster) -> Summary:
         plan = plan_endpoint(problem, endpoint)
         kept += plan.keeps.total_bytes
         exchanges = max(exchanges, exchange_count(plan, budget.chunk))
-        traffic |= {(peer, endpoint): size for peer, size in plan.receives.per_peer().items()}
+        for (phase, peer), size in plan.receives.per_message().items():
+            messages[phase, peer, endpoint] = size
+            traffic[peer, endpoint] = traffic.get((peer, endpoint), 0) + size
     node = sum(s for (a, b), s in traffic.items() if a // cluster.ranks_per_node == b // cluster.ranks_per_node)
     network = sum(traffic.values()) - node
-    seconds = compare_schedules(traffic, cluster, max(endpoints) + 1, budget.chunk)
+    seconds = compare_schedules(messages, cluster, max(endpoints) + 1, budget.chunk)
     bound = bound_seconds(traffic, cluster)
     return Summary(len(endpoints), kept, node, network, exchanges, seconds, bound, budget, traffic)
 
@@ -91,6 +95,8 @@ def render(summary: Summary) -> str:
     ]
     for name, seconds in summary.seconds.items():
         chosen = "  <- chosen, the fastest predicted" if name == summary.schedule else ""
+        if not usable(name, summary.endpoints):
+            chosen = f"  (not used above {LIST_UP_TO} endpoints: each rank would have to plan all of them)"
         lines.append(f"transfer by {name:<6} {seconds:10.3f} s{chosen}")
     lines.append(f"lower bound        {summary.bound_seconds:10.3f} s (busiest rank's links)")
     return "\n".join(lines)

@@ -165,19 +165,3 @@ def parse_layout(text: str, base: Layout | None = None) -> Layout:
             raise ValueError(f"{match[1].upper()} is named twice in layout {text!r}")
         sizes[match[1]] = int(match[2])
     return replace(base or Layout(), **sizes)  # type: ignore[arg-type]
-
-
-def check_batch(layout: Layout, global_batch: int, micro_batch: int) -> None:
-    """Refuse a layout whose data-parallel size does not divide the batch.
-
-    Raises:
-        ValueError: naming DP and the nearest that divides.
-    """
-    if global_batch % (micro_batch * layout.dp):
-        from megatron_resilience.vps.tensors import nearest_divisors
-
-        near = nearest_divisors(global_batch // micro_batch, layout.dp)
-        raise ValueError(
-            f"DP={layout.dp} x micro batch {micro_batch} does not divide the global batch {global_batch}; "
-            f"nearest DP that does: {near}"
-        )

@@ -20,7 +20,8 @@ class Boxes:
         copy: which instance of the tensor it belongs to (0, or 1 for a tied second copy).
         block: block of the cut axis in which the box lies.
         o0, o1, c0, c1, i0, i1: half-open bounds in the canonical shape, global indices.
-        base: lowest-numbered rank of the shard that holds the box (its replicas differ in TP or DP only).
+        base: lowest-numbered rank of the shard that holds the box, see `StateSpace.replicas`.
+        span: consecutive shards of the optimizer that hold it: more than 1 for a STEP only.
     """
 
     tensor: np.ndarray
@@ -33,6 +34,7 @@ class Boxes:
     i0: np.ndarray
     i1: np.ndarray
     base: np.ndarray
+    span: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -65,7 +67,7 @@ def ranges_to_local_boxes(
     """Cut row-major ranges [low, high) of local tensors (outer, cut, inner) into boxes.
 
     Returns:
-        row, o0, o1, c0, c1, i0, i1: int64 arrays; ``row`` is the range each box came from. At most seven
+        row, o0, o1, c0, c1, i0, i1: int64 arrays; ``row`` is the range each box came from. At most five
         boxes per range, at most three where outer or inner is 1. Empty ranges give none.
     """
     slab = cut * inner

@@ -15,6 +15,13 @@ from megatron_resilience.vps.instances import Instances, build_instances
 from megatron_resilience.vps.layout import Grid, Layout
 from megatron_resilience.vps.pieces import Boxes, concatenate, ranges_to_local_boxes, repeat_ranges
 
+FLAT_CLASS, ONE_TP_CLASS, EXPERT_CLASS, ALL_STAGES_CLASS, STEP_CLASS = 1, 2, 4, 8, 16
+"""Bits of `StateSpace.tensor_class`: sharded by the optimizer; on one TP rank each (cut, or a stream of its own); in
+the expert grid; on all stages; a STEP."""
+
+REMEMBERED_RANKS = 64
+"""Ranks of which `StateSpace.boxes_of` remembers the boxes."""
+
 
 class StateSpace:
     """A catalogue under a layout.
@@ -33,41 +40,43 @@ class StateSpace:
         self.catalogue, self.layout = catalogue, layout
         columns = catalogue.columns
         self.flat = columns.is_flat & sharded_optimizer
-        # Classes of tensors that share their replica sets: dense/expert, cut/replicated, flat/replicated.
-        self.is_expert = columns.expert >= 0
-        self.tensor_class = self.is_expert * 4 + columns.is_cut * 2 + self.flat * 1
+        # Classes of tensors that share the shape of their replica sets, see `replicas`.
+        self.is_expert = (columns.expert >= 0) | (columns.coordinate[:, 1] >= 0)
+        self.is_step = columns.is_step & sharded_optimizer
+        one_tp = columns.is_cut | (columns.coordinate[:, 0] >= 0)
+        self.on_all_stages = columns.on_ranks & (columns.coordinate[:, 2] < 0)
+        flags = (self.flat, one_tp, self.is_expert, self.on_all_stages, self.is_step)
+        self.tensor_class = sum((flag * (1 << bit) for bit, flag in enumerate(flags)), np.zeros(len(one_tp), np.int64))
+        self._lately: dict[int, Boxes] = {}
         self._cut_tables()
 
     def _cut_tables(self) -> None:
-        tensors = self.catalogue.tensors
-        width = max((len(t.cut.blocks) for t in tensors if t.cut), default=1)
-        count = len(tensors)
+        columns, layout = self.catalogue.columns, self.layout
+        width = max((len(cut.blocks) for cut in columns.cuts), default=1)
+        count = len(columns.cut_number)
         self.blocks = np.ones(count, np.int64)
         self.tp = np.ones(count, np.int64)
         self.global_start, self.global_end, self.local_size, self.local_start = (
             np.zeros((count, width), np.int64) for _ in range(4)
         )
-        multiple = self.layout.vocabulary_multiple
-        known: dict[tuple[object, int], list[int]] = {}
-        for t, tensor in enumerate(tensors):
-            cut = tensor.cut
-            if cut is None:
-                self.global_end[t, 0] = self.local_size[t, 0] = tensor.canonical_shape[1]
+        self.global_end[:, 0] = self.local_size[:, 0] = columns.canonical[:, 1]
+        # Thousands of tensors share a few cuts.
+        kinds, first = np.unique(columns.cut_number * 2 + (columns.expert >= 0), return_index=True)
+        for kind, sample in sorted(zip(kinds.tolist(), first.tolist(), strict=True), key=lambda pair: pair[1]):
+            if kind < 0:
                 continue
-            tp = self.layout.expert_tp if tensor.expert >= 0 else self.layout.tp
-            sizes = known.get((cut, tp))
-            if sizes is None:
-                try:
-                    sizes = [cut.local(b, tp, multiple) for b in range(len(cut.blocks))]
-                except ValueError as error:
-                    raise ValueError(f"{tensor.name}: {error}") from None
-                known[(cut, tp)] = sizes
-            self.blocks[t], self.tp[t] = len(sizes), tp
-            begin = local = 0
-            for b, (size, part) in enumerate(zip(cut.blocks, sizes, strict=True)):
-                self.global_start[t, b], self.global_end[t, b] = begin, begin + size
-                self.local_start[t, b], self.local_size[t, b] = local, part
-                begin, local = begin + size, local + part
+            cut, expert = columns.cuts[kind // 2], bool(kind % 2)
+            tp, name = (layout.expert_tp, "ETP") if expert else (layout.tp, "TP")
+            try:
+                sizes = [cut.local(b, tp, layout.vocabulary_multiple, name) for b in range(len(cut.blocks))]
+            except ValueError as error:
+                raise ValueError(f"{self.catalogue.tensors[sample].name}: {error}") from None
+            rows = np.flatnonzero((columns.cut_number == kind // 2) & ((columns.expert >= 0) == expert))
+            self.blocks[rows], self.tp[rows] = len(sizes), tp
+            ends, local_ends = np.cumsum(cut.blocks), np.cumsum(sizes)
+            here = slice(len(sizes))
+            self.global_start[rows, here], self.global_end[rows, here] = ends - cut.blocks, ends
+            self.local_start[rows, here], self.local_size[rows, here] = local_ends - sizes, sizes
         self.local_cut = self.local_size.sum(axis=1)
         canonical = self.catalogue.columns.canonical
         self.outer, self.inner = canonical[:, 0], canonical[:, 2]
@@ -77,28 +86,66 @@ class StateSpace:
         """Where the layout keeps every tensor."""
         return build_instances(self.catalogue, self.layout, self.outer * self.local_cut * self.inner)
 
+    def check(self) -> StateSpace:
+        """This space, once its tables are built: whether the layout can carry the model is known then.
+
+        Raises:
+            ValueError: it cannot; see the class.
+        """
+        _ = self.instances
+        return self
+
+    def replicas(self, base: int, number: int, span: int = 1) -> np.ndarray:
+        """Ranks (sorted) that hold the same boxes of tensor class ``number`` as rank ``base``, it included.
+
+        Over TP where nothing cuts the tensor, over DP x CP where the optimizer does not shard it, over all stages
+        where it is on all; a STEP over the ``span`` shards from that of ``base`` on.
+        """
+        if number & STEP_CLASS:
+            grid = self.layout.expert if number & EXPERT_CLASS else self.layout.dense
+            first = self.layout.coordinates(grid, base)[2]
+            shard = grid.shard_offset[first : first + span] - grid.shard_offset[first]
+            tp = np.arange(grid.tp) * grid.stride_tp
+            return np.sort(base + (tp[:, None] + shard[None, :]).ravel())
+        return base + self._offsets[number]
+
     @cached_property
-    def replica_offsets(self) -> tuple[np.ndarray, ...]:
-        """Per tensor class, the rank offsets from a shard's base to all its replicas (sorted, first is 0)."""
+    def _offsets(self) -> tuple[np.ndarray, ...]:
+        """Per tensor class but STEP, rank offsets from a shard's base to all its replicas (sorted, first is 0)."""
         offsets = []
-        for number in range(8):
-            grid = self.layout.expert if number & 4 else self.layout.dense
-            tp = np.arange(1 if number & 2 else grid.tp) * grid.stride_tp
-            shard = np.zeros(1, np.int64) if number & 1 else grid.shard_offset
-            offsets.append(np.sort((tp[:, None] + shard[None, :]).ravel()))
+        for number in range(STEP_CLASS):
+            grid = self.layout.expert if number & EXPERT_CLASS else self.layout.dense
+            tp = np.arange(1 if number & ONE_TP_CLASS else grid.tp) * grid.stride_tp
+            shard = np.zeros(1, np.int64) if number & FLAT_CLASS else grid.shard_offset
+            stage = np.arange(self.layout.pp if number & ALL_STAGES_CLASS else 1) * grid.stride_pp
+            offsets.append(np.sort((tp[:, None, None] + shard[None, :, None] + stage).ravel()))
         return tuple(offsets)
 
     def boxes_of(self, rank: int) -> Boxes:
-        """Everything that ``rank`` owns, padding excluded.
+        """Everything that ``rank`` owns, padding excluded; of the ranks asked for lately it is remembered.
 
         Raises:
             ValueError: the layout has no such rank.
         """
+        found = self._lately.pop(rank, None)
+        if found is None:
+            found = self._boxes_of(rank)
+            if len(self._lately) == REMEMBERED_RANKS:
+                self._lately.pop(next(iter(self._lately)))
+        self._lately[rank] = found
+        return found
+
+    def forget(self) -> None:
+        """Forget the boxes of the ranks asked for lately."""
+        self._lately.clear()
+
+    def _boxes_of(self, rank: int) -> Boxes:
         parts = []
         inst, layout = self.instances, self.layout
         for expert, grid in ((False, layout.dense), (True, layout.expert)):
             tp, ep, shard, pp = layout.coordinates(grid, rank)
-            here = (inst.pp == pp) & (self.is_expert[inst.tensor] == expert)
+            here = ((inst.pp == pp) | self.on_all_stages[inst.tensor]) & (self.is_expert[inst.tensor] == expert)
+            here &= (inst.tp < 0) | (inst.tp == tp)
             if expert:
                 here &= inst.ep == ep
             rows = np.flatnonzero(here)
@@ -108,11 +155,14 @@ class StateSpace:
     def owned_range(self, rows: np.ndarray, shard: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Range [low, high) of each instance's local tensor that data-parallel ``shard`` owns (elements)."""
         inst = self.instances
+        absent = self.is_step[inst.tensor[rows]] & (
+            (shard < inst.first_shard[rows]) | (shard >= inst.first_shard[rows] + inst.shards[rows])
+        )
         flat = self.flat[inst.tensor[rows]]
         numel = inst.numel[rows]
         begin = inst.bucket_start[rows] + shard * inst.shard[rows] - inst.start[rows]
         low = np.where(flat, np.clip(begin, 0, numel), 0)
-        high = np.where(flat, np.clip(begin + inst.shard[rows], 0, numel), numel)
+        high = np.where(flat, np.clip(begin + inst.shard[rows], 0, numel), np.where(absent, 0, numel))
         return low, high
 
     def _boxes(self, rows: np.ndarray, tp: np.ndarray, shard: np.ndarray, grid: Grid) -> tuple[np.ndarray, Boxes]:
@@ -126,13 +176,17 @@ class StateSpace:
         at, o0, o1, c0, c1, i0, i1 = (x[expand] for x in (at, o0, o1, c0, c1, i0, i1))
         t = tensor[at]
         cut = self.catalogue.columns.is_cut[t]
-        coordinate = np.where(cut, tp[at], 0)
+        coordinate = np.where(cut, tp[at], np.maximum(inst.tp[rows[at]], 0))
+        step = self.is_step[t]
         size, local = self.local_size[t, block], self.local_start[t, block]
         shift = self.global_start[t, block] + coordinate * size - local
+        shift = np.where(cut, shift, self.global_start[t, block] - local)
         c0 = np.maximum(c0, local) + shift
         c1 = np.minimum(np.minimum(c1, local + size) + shift, self.global_end[t, block])
-        base = grid.ranks(coordinate, inst.ep[rows[at]], np.where(self.flat[t], shard[at], 0), inst.pp[rows[at]])
-        boxes = Boxes(t, inst.copy[rows[at]], block, o0, o1, c0, c1, i0, i1, base)
+        of_shard = np.where(self.flat[t], shard[at], np.where(step, inst.first_shard[rows[at]], 0))
+        base = grid.ranks(coordinate, inst.ep[rows[at]], of_shard, inst.pp[rows[at]])
+        span = np.where(step, inst.shards[rows[at]], 1)
+        boxes = Boxes(t, inst.copy[rows[at]], block, o0, o1, c0, c1, i0, i1, base, span)
         keep = np.flatnonzero(c1 > c0)
         return at[keep], boxes.take(keep)
 
@@ -180,6 +234,8 @@ class StateSpace:
         per_shard = np.maximum(inst.shard[place], 1)
         from_shard = np.where(flat, (offset + lowest) // per_shard, 0)
         to_shard = np.where(flat, (offset + highest) // per_shard, 0)
+        from_shard = np.where(self.is_step[t], inst.first_shard[place], from_shard)
+        to_shard = np.where(self.is_step[t], from_shard, to_shard)
         expand, shard = repeat_ranges(from_shard, to_shard - from_shard + 1)
         at, owned = self._boxes(place[expand], tp[expand], shard, grid)
         row = row[expand][at]

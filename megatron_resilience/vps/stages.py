@@ -47,6 +47,8 @@ def _layers_per_rank(layers: int, layout: Layout) -> list[int]:
     else:
         total = layers + layout.count_embedding + layout.count_loss
         if total % layout.pp:
+            if total < layout.pp:
+                raise ValueError(f"PP={layout.pp} has more stages than the model has layers ({total})")
             raise ValueError(
                 f"PP={layout.pp} does not divide the {total} layers; nearest PP that do: "
                 f"{nearest_divisors(total, layout.pp)}, or give the layers of the first and last stage"

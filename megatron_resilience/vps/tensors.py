@@ -22,21 +22,44 @@ class Kind(Enum):
     BUFFER = "buffer"
     """Non-parameter state (router bias, FP8 scales): on every data-parallel rank."""
     STEP = "step"
-    """Adam's counter of one parameter, a scalar on every rank that owns a part of the parameter."""
+    """torch Adam's counter of the parameter ``of``, a scalar on every rank whose flat shard has a part of it."""
     RNG = "rng"
-    """One RNG stream."""
+    """One RNG stream, on the ranks with its ``coordinate``."""
     SCALAR = "scalar"
-    """Scheduler, grad scaler, consumed samples and the like."""
+    """Scheduler, grad scaler, consumed samples, FusedAdam's counter and the like, on every rank."""
 
 
 class Place(Enum):
-    """Which pipeline stage has a tensor."""
+    """Which pipeline stage, or which ranks, have a tensor."""
 
     FIRST = "first"
     LAYER = "layer"
     LAST = "last"
     TIED = "tied"
-    """On the first stage, and (PP > 1) as a second copy on the last."""
+    """On the first stage, and (PP > 1) as a second copy on the last, as its output layer."""
+    MTP_EMBEDDING = "mtp_embedding"
+    """On the first stage, and (PP > 1) as a second copy on the last, where multi-token prediction embeds."""
+    RANKS = "ranks"
+    """On the ranks with the tensor's ``coordinate``, whatever their stage holds."""
+
+
+TWICE = (Place.TIED, Place.MTP_EMBEDDING)
+"""Places with a second copy when PP > 1."""
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Ranks that share a position in a layout; -1 is any. A layout without such ranks does not have the tensor.
+
+    Attributes:
+        tp: TP rank; ETP rank where ``ep`` is given.
+        ep: EP rank; given, the ranks are those of the expert grid.
+        pp: pipeline rank.
+    """
+
+    tp: int = -1
+    ep: int = -1
+    pp: int = -1
 
 
 @dataclass(frozen=True)
@@ -62,8 +85,8 @@ class Cut:
     dimension: str = "features"
     """The word of the field for what is cut ("query groups"), used in errors."""
 
-    def local(self, block: int, tp: int, vocabulary_multiple: int) -> int:
-        """Size of one rank's slice of ``block``, padding included.
+    def local(self, block: int, tp: int, vocabulary_multiple: int, size_name: str = "TP") -> int:
+        """Size of one rank's slice of ``block``, padding included; ``size_name`` is what errors call ``tp``.
 
         Raises:
             ValueError: ``tp`` does not divide the block, naming the dimension and the nearest sizes that do.
@@ -74,7 +97,9 @@ class Cut:
         units = size // self.unit
         if units % tp:
             near = nearest_divisors(units, tp)
-            raise ValueError(f"TP={tp} does not divide the {units} {self.dimension}; nearest TP that do: {near}")
+            raise ValueError(
+                f"{size_name}={tp} does not divide the {units} {self.dimension}; nearest {size_name} that do: {near}"
+            )
         return size // tp
 
 
@@ -96,9 +121,11 @@ class LogicalTensor:
         dtype: dtype of the model's copy (a key of DTYPE_BYTES); masters and moments are fp32 always.
         kind: what it is.
         place: pipeline stage; LAYER needs ``layer``.
-        layer: number of the transformer layer, -1 outside layers.
+        layer: number of the transformer layer, -1 outside the decoder's layers.
         expert: number of the expert over the whole model, -1 for dense tensors.
         cut: how TP (ETP for experts) cuts it; None when it is replicated over TP.
+        of: name of the parameter that a STEP counts for.
+        coordinate: for RANKS.
     """
 
     name: str
@@ -109,12 +136,18 @@ class LogicalTensor:
     layer: int = -1
     expert: int = -1
     cut: Cut | None = None
+    of: str = ""
+    coordinate: Coordinate | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"{self.name}: unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
         if (self.place is Place.LAYER) != (self.layer >= 0):
             raise ValueError(f"{self.name}: place {self.place.value!r} does not go with layer {self.layer}")
+        if (self.kind is Kind.STEP) != bool(self.of):
+            raise ValueError(f"{self.name}: a step, and nothing else, says of which parameter it is")
+        if (self.place is Place.RANKS) != (self.coordinate is not None):
+            raise ValueError(f"{self.name}: place {Place.RANKS.value!r}, and no other, needs a coordinate")
         if self.cut and sum(self.cut.blocks) != self.shape[self.cut.axis]:
             raise ValueError(
                 f"{self.name}: blocks {self.cut.blocks} do not sum to the extent of axis {self.cut.axis} "

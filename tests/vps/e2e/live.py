@@ -18,6 +18,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
@@ -41,6 +42,8 @@ DENSE = [
     Layout(pp=3, dp=2, first_stage_layers=1, last_stage_layers=1),
     Layout(tp=2, pp=2, dp=2, order=ORDER_PP_BEFORE_DP, **BUCKETS),
     Layout(dp=2, pad_for_busbw=True, **BUCKETS),
+    Layout(tp=2, cp=2, dp=2, **BUCKETS),
+    Layout(pp=2, cp=3, dp=2),
 ]
 MOE = [
     Layout(tp=1, dp=2),
@@ -51,6 +54,14 @@ MOE = [
     Layout(tp=2, dp=2, ep=4, etp=1),
     Layout(tp=2, dp=4, ep=2, etp=1, pp=2, vpp=2, **BUCKETS),
     Layout(tp=2, dp=2, etp=1),
+    Layout(tp=2, cp=2, dp=2, ep=4, etp=1, **BUCKETS),
+]
+MTP = [
+    Layout(dp=2, **BUCKETS),
+    Layout(tp=2, pp=2, dp=2, **BUCKETS),
+    Layout(pp=2, dp=2, vpp=2, ep=2, **BUCKETS),
+    Layout(pp=3, dp=2, first_stage_layers=2, last_stage_layers=1),
+    Layout(tp=2, pp=4, dp=2, ep=2, etp=1),
 ]
 BASE = {"transformer_impl": "local",
     "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "use_cpu_initialization": True,
@@ -74,6 +85,7 @@ FAMILIES = {
         {"tied": True, "positions": "learned_absolute"},
     ),
     "llama": (DENSE, BASE | LLAMA, {"tied": False, "positions": "rope"}),
+    "mtp": (MTP, BASE | MIXED | {"mtp_num_layers": 2}, {"tied": False, "positions": "rope"}),
     "moe": (MOE, BASE | MIXED, {"tied": False, "positions": "rope"}),
 }
 VOCABULARY = 61
@@ -107,11 +119,14 @@ def check(layout, rank, settings, model_settings):
             spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
         else:
             spec = get_gpt_layer_local_spec(normalization=config.normalization)
+        mtp = None
+        if config.mtp_num_layers:
+            mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=stage)
         where = {"ignore_virtual": False, "vp_stage": stage} if stage is not None else {}
         models.append(GPTModel(
             config, spec, padded, 8, pre_process=first(**where), post_process=last(**where),
             share_embeddings_and_output_weights=model_settings["tied"],
-            position_embedding_type=model_settings["positions"], vp_stage=stage,
+            position_embedding_type=model_settings["positions"], vp_stage=stage, mtp_block_spec=mtp,
         ).to(config.params_dtype))  # fmt: skip
     buckets = layout.bucket_size or max(40_000_000, 1_000_000 * layout.dp * layout.cp)
     ddp = DistributedDataParallelConfig(
