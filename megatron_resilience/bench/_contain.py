@@ -29,6 +29,7 @@ from megatron_resilience.errors import ResilienceError
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_S = 30.0
+_REAP_MS = 500
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -77,7 +78,9 @@ def _keep(work: Callable[[Path], int], folder: Path, watched: int) -> NoReturn:
         poll = select.poll()
         poll.register(watched, select.POLLIN)
         poll.register(pidfd, select.POLLIN)
-        if pidfd in dict(poll.poll()):
+        while not (ready := dict(poll.poll(_REAP_MS))):
+            _reap(but=worker)
+        if pidfd in ready:
             status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
             status = status if status >= 0 else 128 - status
         _clean_up(folder)
@@ -116,8 +119,14 @@ def _clean_up(folder: Path) -> None:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        _reap()
         time.sleep(0.01)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reap(but: int = 0) -> None:
+    """Takes note of the ends of orphans that have become this process's children."""
+    for child in psutil.Process().children():
+        if child.pid != but:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)

@@ -25,6 +25,7 @@ TRAIN_GPT = ROOT / "examples" / "train_gpt.py"
 _PROGRAM = Path(__file__).with_name("_program.py")
 _POLL_S = 0.002
 _IDLE_S, _IDLE_CPU = 1.0, 0.05
+_ENDING_S = 30.0
 
 
 class BenchError(ResilienceError):
@@ -100,10 +101,28 @@ class Job:
         deadline = time.monotonic() + timeout_s
         while not (result := condition()):
             if self._process.poll() is not None or time.monotonic() > deadline:
-                how = "still runs" if self._process.returncode is None else f"ended ({self._process.returncode})"
-                raise BenchError(f"no {what}; the job {how}:\n{(self.folder / 'log').read_text()[-4000:]}")
+                raise self._failed(f"no {what}")
             time.sleep(_POLL_S)
         return result
+
+    def wait_for_end(self, timeout_s: float = 300.0) -> None:
+        """Until it has ended, well.
+
+        Raises:
+            BenchError: it has not.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        if self._process.returncode != 0:
+            raise self._failed("no good end")
+
+    def _failed(self, what: str) -> BenchError:
+        status = self._process.poll()
+        how = "still runs" if status is None else f"ended with {status}"
+        log = (self.folder / "log").read_text(errors="replace")
+        # torchrun's own report comes last and does not say why.
+        why = log[log.find("Traceback") :][:6000] if "Traceback" in log else ""
+        return BenchError(f"{what}: the job {how}\n{why}\n...\n{log[-2000:]}")
 
     def wait_for_step(self, iteration: int) -> None:
         """Until every rank has completed an iteration."""
@@ -112,6 +131,15 @@ class Job:
             return all(steps and steps[-1]["iteration"] >= iteration for steps in self.all_steps())
 
         self.wait_for(done, f"iteration {iteration}")
+
+    def wait_for_arrival(self, iteration: int) -> None:
+        """Until every rank waits at its gate (see :mod:`_probe`) to begin an iteration."""
+
+        def arrived() -> bool:
+            files = [self.folder / f"{_probe.ARRIVED}{rank}" for rank in range(_model.WORLD_SIZE)]
+            return all(file.exists() and file.read_text() == str(iteration) for file in files)
+
+        self.wait_for(arrived, f"arrival at iteration {iteration}")
 
     # -- its processes -----------------------------------------------------------------------------
 
@@ -156,12 +184,21 @@ class Job:
         victims = self.tree()
         kill_all(victims)
         self._process.wait()
-        psutil.wait_procs(victims, timeout=30)
+        deadline = time.monotonic() + _ENDING_S
+        while any(map(_runs, victims)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def _signal(self, signum: signal.Signals) -> None:
         for process in self.tree():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signum)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill_all(victims: Sequence[psutil.Process]) -> None:

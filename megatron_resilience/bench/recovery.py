@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-
 from megatron_resilience.bench import _model
 from megatron_resilience.bench._contain import contained
 from megatron_resilience.bench._job import BenchError, Job, kill_all
@@ -87,10 +86,10 @@ def summary(trials: list[dict[str, Any]]) -> dict[str, Any]:
 def _checkpoint(folder: Path, argv: list[str]) -> Path:
     """Lets a stock job write the checkpoint that restarts load."""
     save = folder / "checkpoint"
-    job = Job.stock(folder, [*argv, "--save", str(save), "--save-interval", str(_CHECKPOINT_AT)])
+    interval = str(_CHECKPOINT_AT)
+    job = Job.stock(folder, [*argv, "--save", str(save), "--save-interval", interval, "--exit-interval", interval])
     try:
-        job.wait_for((save / "latest_checkpointed_iteration.txt").exists, "checkpoint")
-        job.wait_for_step(_CHECKPOINT_AT + 1)
+        job.wait_for_end()
     finally:
         job.kill()
     return save
