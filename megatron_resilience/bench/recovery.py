@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import sys
 import time
@@ -115,7 +116,7 @@ def _trial(folder: Path, argv: list[str], checkpoint: Path, victim: int, part: f
 
 def _kill_node(job: Job, victim: int, part: float) -> dict[str, Any]:
     ends = [step["end"] for step in job.steps(0)]
-    iteration_s = statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False))
+    iteration_s = statistics.median(b - a for a, b in itertools.pairwise(ends))
     agent = job.agents()[victim]
     victims = [agent, *agent.children(recursive=True)]
     seen = len(job.steps(0))

@@ -24,7 +24,7 @@ def test_a_goal_is_missed_on_its_own_side():
 
 
 def test_the_file_is_checked_before_minutes_are_spent(tmp_path):
-    with pytest.raises(ConfigurationError, match="--json .*does not exist or is not writable"):
+    with pytest.raises(ConfigurationError, match=r"--json .*does not exist or is not writable"):
         check_writable(tmp_path / "no" / "report.json")
     write(tmp_path / "report.json", {"a": 1})
     assert json.loads((tmp_path / "report.json").read_text()) == {"a": 1}
