@@ -17,6 +17,8 @@ _HELP = {
     "replicas": "copies of each rank's state in other failure domains: so many nodes may die at once",
     "max_stall_s": "seconds that a step may wait for the protection of the one before",
     "unblock_timeout_s": "seconds after which a rank that does not leave a dead world is killed and started again",
+    "hang_timeout_s": "seconds in one step, or without a sign of life, after which the rank that the others wait for is "
+    "killed (0: off; at most half of --distributed-timeout-minutes)",
     "verify": "compare parameters across replicas by hash before training goes on (true or false)",
 }
 

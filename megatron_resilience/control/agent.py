@@ -17,10 +17,12 @@ import time
 from typing import Any
 
 from megatron_resilience.control import coordinator as c
+from megatron_resilience.control.addresses import address_towards, bind
 from megatron_resilience.control.leader import Leader
 from megatron_resilience.control.membership import Evidence, next_leader
 from megatron_resilience.control.node import Node, RankProcess
 from megatron_resilience.control.options import LaunchOptions, failure_domain, split_endpoint
+from megatron_resilience.control.overseer import Overseer
 from megatron_resilience.control.peers import Peer, accept, connect
 from megatron_resilience.control.zygote import die_with_parent, start_zygote
 from megatron_resilience.errors import ControlError, ResilienceError
@@ -84,6 +86,7 @@ class Agent:
         zygote_pid, self._zygote = start_zygote(options.script)
         self._zygote_pid = zygote_pid
         self.node = Node(node, address, options, self._zygote, self._watch)
+        self._overseer = Overseer(self.node, self._events, self._tell_leader, self._spawn)
 
     async def run(self) -> int:
         """Runs until the job ends; returns its exit status."""
@@ -322,6 +325,12 @@ class Agent:
         elif kind == "running":
             self._running = True
             self._prepare()
+        elif kind == "survey":
+            self._spawn(self._overseer.survey(message["survey"]))
+        elif kind == "end_rank":
+            self._overseer.end_rank(message["rank"], message["generation"], message["why"])
+        elif kind == "save_stacks":
+            self._spawn(self._overseer.save_stacks(message["why"]))
         elif kind == "stop":
             self._finish(message["status"], message["message"])
 
@@ -342,6 +351,7 @@ class Agent:
                 _say(f"rank {process.rank} does not leave the old world, it is killed and started again")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
+                self._spawn(self._overseer.see_end(process))
 
     def _prepare(self) -> None:
         """A spare gets ranks ready once training runs: until then the machine has better things to do."""
@@ -364,9 +374,9 @@ class Agent:
             return
         message, _ = received
         kind = message["kind"]
-        if kind == "progress":
-            process.generation = message["generation"]
-        elif kind == "memory":
+        if self._overseer.rank_said(process, message):
+            return
+        if kind == "memory":
             self.node.provide_memory(process, message["sizes"])
         elif kind == "drop_memory":
             self.node.drop_memory(process.rank, message["owners"])
@@ -417,6 +427,7 @@ class Agent:
                     "epoch": self._epoch.number,
                     "status": status,
                     "generation": process.generation,
+                    "hung": process.hung,
                 }
             )
         return None
@@ -429,6 +440,8 @@ class Agent:
             await asyncio.sleep(0.1)
             if self._leader is not None:
                 self._leader.event(c.Tick())
+            if self._epoch is not None:
+                self._overseer.tick(self._epoch.number)
             if time.monotonic() - beat > _HEARTBEAT_S:
                 beat = time.monotonic()
                 for peer in [*self._followers.values(), *([self._to_leader] if self._to_leader else [])]:
@@ -470,41 +483,6 @@ class Agent:
                 self._finish(1, str(error))
 
         task.add_done_callback(done)
-
-
-def bind(address: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        ControlError: the port is taken, or the address is not this machine's.
-    """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise ControlError(
-            f"cannot listen on {address}:{port} ({error.strerror}): "
-            "choose another port in --rdzv-endpoint, or another --node-addr"
-        ) from error
-    return listener
-
-
-def address_towards(host: str, port: int) -> str:
-    """The address of the interface that reaches ``host``.
-
-    Raises:
-        ControlError: the name does not resolve; nothing is ever assumed in its place.
-    """
-    try:
-        resolved = socket.gethostbyname(host)
-    except OSError as error:
-        raise ControlError(f"--rdzv-endpoint: the host {host} does not resolve ({error.strerror or error})") from error
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((resolved, port))
-        return probe.getsockname()[0]
 
 
 def run_agent(

@@ -15,11 +15,13 @@ import enum
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_resilience.control.classification import WINDOW, Decision, Fault, Sign, classify
 from megatron_resilience.control.membership import Evidence, may_go_on
 from megatron_resilience.deadpool.recovery import Holding, RestorePlan, plan_restore
 from megatron_resilience.errors import StateError
 from megatron_resilience.topology.epoch import Epoch
 
+_REMEMBERED = 5
 FRUITLESS_LIMIT = 8
 """Recoveries in a row without a completed step, after which the fault is not in the machines."""
 
@@ -83,13 +85,22 @@ class NodeLost:
 
 @dataclass(frozen=True)
 class RankExited:
-    """A rank's process ended; ``status`` is negative for a signal."""
+    """A rank's process ended; ``status`` is negative for a signal, ``hung`` says why its agent ended it."""
 
     node: str
     rank: int
     epoch: int
     status: int
     generation: int
+    hung: str = ""
+
+
+@dataclass(frozen=True)
+class RankUnkillable:
+    """A rank's process was killed and does not end."""
+
+    node: str
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -111,11 +122,12 @@ class NodeHoldings:
 
 @dataclass(frozen=True)
 class RankJoined:
-    """A rank committed to an epoch and trains from ``generation``."""
+    """A rank committed to an epoch and trains from ``generation``, with ``replicas`` copies on other nodes."""
 
     rank: int
     epoch: int
     generation: int
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -125,6 +137,14 @@ class RankBroken:
     rank: int
     epoch: int
     error: str
+
+
+@dataclass(frozen=True)
+class AllWait:
+    """No rank makes progress, and none is to blame for it."""
+
+    epoch: int
+    why: str
 
 
 @dataclass(frozen=True)
@@ -152,6 +172,8 @@ Event = (
     NodeJoined
     | NodeLost
     | RankExited
+    | RankUnkillable
+    | AllWait
     | RankReady
     | NodeHoldings
     | RankJoined
@@ -210,12 +232,17 @@ class Coordinator:
     restarts: int = 0
     stepped: bool = False
     faults: dict[str, int] = field(default_factory=dict)
+    node_faults: dict[str, list[int]] = field(default_factory=dict)
+    suspects: list[str] = field(default_factory=list)
+    replicas: int = 0
+    history: list[str] = field(default_factory=list)
     fruitless: int = 0
     store_node: str = ""
     _ready: set[int] = field(default_factory=set)
     _joined: set[int] = field(default_factory=set)
     _finished: set[int] = field(default_factory=set)
     _exited: set[int] = field(default_factory=set)
+    _down: set[int] = field(default_factory=set)
     _held: dict[str, tuple[Holding, ...]] = field(default_factory=dict)
     _planned: bool = False
     _broken_at: float | None = None
@@ -235,6 +262,8 @@ class Coordinator:
             NodeJoined: self._node_joined,
             NodeLost: self._node_lost,
             RankExited: self._rank_exited,
+            RankUnkillable: self._rank_unkillable,
+            AllWait: self._all_wait,
             RankReady: self._rank_ready,
             NodeHoldings: self._node_holdings,
             RankJoined: self._rank_joined,
@@ -252,9 +281,9 @@ class Coordinator:
 
     @property
     def waiting_spares(self) -> list[str]:
-        """Nodes that are there and hold no slot, in order."""
+        """Nodes that are there and hold no slot, in order; those that were replaced for their faults come last."""
         bound = self.epoch.slots if self.epoch else ()
-        return [n for n in self.alive if n not in bound]
+        return sorted((n for n in self.alive if n not in bound), key=self.suspects.__contains__)
 
     # -- nodes -------------------------------------------------------------------------------------
 
@@ -291,16 +320,20 @@ class Coordinator:
             if set(ranks) <= self._exited:
                 return actions
             return actions + self._stop(1, f"node {event.node} died after training had ended, before its ranks had")
-        spares = self.waiting_spares
-        if not spares:
-            return actions + self._stop(
-                1,
-                f"node {event.node} is gone ({event.evidence}) and no spare is left: start the job again from its last "
-                "checkpoint, or with more --spares next time",
-            )
-        slots = tuple(spares[0] if n == event.node else n for n in self.epoch.slots)
-        cause = f"node {event.node} is gone ({event.evidence}), spare {spares[0]} takes its place"
-        return actions + self._again(cause, slots=slots, newcomers=ranks)
+        rule = classify(Fault(Sign.NODE_GONE, spares=len(self.waiting_spares)))
+        what = f"node {event.node} is gone ({event.evidence})"
+        if rule.decision is Decision.STOP:
+            return actions + self._stop(1, f"{what} and {rule.reason}")
+        return actions + self._replace_node(event.node, what)
+
+    def _replace_node(self, node: str, what: str) -> list[Action]:
+        """The first waiting spare takes a node's slot."""
+        assert self.epoch is not None
+        spare = self.waiting_spares[0]
+        slots = tuple(spare if n == node else n for n in self.epoch.slots)
+        if node not in self.gone:
+            self.suspects.append(node)
+        return self._again(f"{what}, spare {spare} takes its place", slots=slots, newcomers=self.epoch.ranks_of(node))
 
     # -- ranks -------------------------------------------------------------------------------------
 
@@ -313,7 +346,8 @@ class Coordinator:
         how = f"signal {-event.status}" if event.status < 0 else f"exit status {event.status}"
         actions: list[Action] = [Note("rank_exited", {"rank": event.rank, "node": event.node, "how": how})]
         self._exited.add(event.rank)
-        if self.phase is Phase.FINISHING or (self.phase is Phase.RUNNING and event.status == 0):
+        ended_well = self.phase is Phase.RUNNING and event.status == 0
+        if self.phase is Phase.FINISHING or ended_well:
             if event.status != 0:
                 return actions + self._stop(
                     abs(event.status), f"rank {event.rank} ended with {how} after training had ended"
@@ -321,22 +355,46 @@ class Coordinator:
             if len(self._exited) == epoch.world_size:
                 return actions + self._stop(0, "")
             return actions
-        if self.phase is Phase.STARTING and event.status >= 0:
-            # Not a fault of the machine: the same command would fail again.
-            return actions + self._stop(
-                event.status or 1,
-                f"rank {event.rank} ended with {how} before training began; see its output above",
-            )
+        self._down.add(event.rank)
         place = f"{event.rank}@{event.generation}"
-        self.faults[place] = self.faults.get(place, 0) + 1
-        if self.faults[place] > 1:
-            return actions + self._stop(
-                1,
-                f"rank {event.rank} ended twice in the step after generation {event.generation} ({how}): "
-                "that is no fault of a machine; see its output above",
+        on_node = [g for g in self.node_faults.get(event.node, []) if g > event.generation - WINDOW]
+        self.node_faults[event.node] = [*on_node, event.generation]
+        ranks = set(epoch.ranks_of(event.node))
+        rule = classify(
+            Fault(
+                Sign.RANK_HUNG if event.hung else Sign.RANK_ENDED,
+                event.status,
+                begun=self.phase is not Phase.STARTING,
+                spares=len(self.waiting_spares),
+                copies=self.replicas > 0,
+                same_step=self.faults.get(place, 0),
+                on_node=len(self.node_faults[event.node]),
+                whole_node=len(ranks) > 1 and ranks <= self._down,
             )
-        cause = f"rank {event.rank} ended with {how}, its node {event.node} is well"
-        return actions + self._again(cause, newcomers=(event.rank,))
+        )
+        self.faults[place] = self.faults.get(place, 0) + 1
+        what = f"rank {event.rank} hung ({event.hung})" if event.hung else f"rank {event.rank} ended with {how}"
+        if rule.decision is Decision.STOP:
+            after = f" after generation {event.generation}" if event.generation >= 0 else ""
+            return actions + self._stop(event.status if event.status > 0 else 1, f"{what}{after}, {rule.reason}")
+        if rule.decision is Decision.REPLACE_NODE:
+            return actions + self._replace_node(event.node, f"{what}; node {event.node} is given up: {rule.reason}")
+        return actions + self._again(f"{what}, its node {event.node} is well", newcomers=(event.rank,))
+
+    def _rank_unkillable(self, event: RankUnkillable, now: float) -> list[Action]:
+        if self.epoch is None or event.node not in self.epoch.slots or self.phase is Phase.FINISHING:
+            return []
+        fault = Fault(Sign.RANK_UNKILLABLE, spares=len(self.waiting_spares), copies=self.replicas > 0)
+        rule = classify(fault)
+        what = f"rank {event.rank} on node {event.node} was killed and does not end: {rule.reason}"
+        if rule.decision is Decision.STOP:
+            return self._stop(1, what)
+        return self._replace_node(event.node, what)
+
+    def _all_wait(self, event: AllWait, now: float) -> list[Action]:
+        if not self._is_current(event.epoch) or self.phase is not Phase.RUNNING:
+            return []
+        return self._again(f"no rank makes progress ({event.why}), connections are renewed")
 
     def _rank_ready(self, event: RankReady, now: float) -> list[Action]:
         if self._is_current(event.epoch):
@@ -369,9 +427,11 @@ class Coordinator:
             return []
         assert self.epoch is not None
         self._joined.add(event.rank)
+        self.replicas = event.replicas
         if len(self._joined) < self.epoch.world_size:
             return []
         self.phase = Phase.RUNNING
+        self._down.clear()
         return [Note("running", {"epoch": event.epoch, "generation": event.generation})]
 
     def first_step(self) -> None:
@@ -429,12 +489,16 @@ class Coordinator:
         assert self.epoch is not None
         self.restarts += 1
         self.fruitless += 1
+        before = f"; before that: {'; '.join(self.history)}" if self.history else ""
+        self.history = [*self.history, f"[{self.epoch.number + 1}] {cause}"][-_REMEMBERED:]
         if self.fruitless > FRUITLESS_LIMIT:
-            return self._stop(1, f"{cause}; {FRUITLESS_LIMIT} recoveries in a row did not lead to a completed step")
+            return self._stop(
+                1, f"{cause}; {FRUITLESS_LIMIT} recoveries in a row did not lead to a completed step{before}"
+            )
         if self.restarts > self.settings.max_restarts:
             return self._stop(
                 1,
-                f"{cause}; {self.settings.max_restarts} faults were repaired before (--max-restarts), now the job stops",
+                f"{cause}; {self.settings.max_restarts} faults were repaired before (--max-restarts), now the job stops{before}",
             )
         begun = self.phase not in (Phase.STARTING, Phase.FORMING)
         # Ranks that were new in an epoch that nobody finished are still new.
@@ -478,6 +542,10 @@ class Coordinator:
             "restarts": self.restarts,
             "stepped": self.stepped,
             "faults": self.faults,
+            "node_faults": self.node_faults,
+            "suspects": self.suspects,
+            "replicas": self.replicas,
+            "history": self.history,
             "fruitless": self.fruitless,
             "store_node": self.store_node,
         }
@@ -495,6 +563,10 @@ class Coordinator:
             restarts=data["restarts"],
             stepped=data["stepped"],
             faults=dict(data["faults"]),
+            node_faults={n: list(g) for n, g in data["node_faults"].items()},
+            suspects=list(data["suspects"]),
+            replicas=data["replicas"],
+            history=list(data["history"]),
             fruitless=data["fruitless"],
             store_node=data["store_node"],
         )

@@ -10,7 +10,8 @@ import time
 import traceback
 from typing import NoReturn
 
-from megatron_resilience.control.agent import be_local_node, bind, run_agent
+from megatron_resilience.control.addresses import bind
+from megatron_resilience.control.agent import be_local_node, run_agent
 from megatron_resilience.control.options import SECRET_VARIABLE, LaunchOptions, split_endpoint
 from megatron_resilience.control.zygote import preload
 from megatron_resilience.errors import ConfigurationError, ResilienceError

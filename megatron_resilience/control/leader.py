@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_resilience.control import coordinator as c
+from megatron_resilience.control.hang import Finding, Standing
 from megatron_resilience.control.membership import Evidence
+from megatron_resilience.control.survey import Surveys
 from megatron_resilience.deadpool.recovery import Holding
 from megatron_resilience.observe.events import EventLog
 from megatron_resilience.observe.report import Recovery, phases
@@ -48,11 +50,12 @@ class Leader:
         self._times: dict[int, dict[str, float]] = {}
         self._newest = 0
         self._resumed = 0
+        self._surveys = Surveys()
         self.result: tuple[int, str] | None = None
 
     def event(self, event: c.Event) -> None:
         """Feeds the machine and carries out what it asks for."""
-        if isinstance(event, (c.NodeLost, c.RankExited, c.RankBroken)) and self._evidence_at is None:
+        if isinstance(event, (c.NodeLost, c.RankExited, c.RankBroken, c.AllWait)) and self._evidence_at is None:
             self._evidence_at = time.time()
         self._carry_out(self.machine.handle(event, time.monotonic()))
 
@@ -66,10 +69,17 @@ class Leader:
             held = tuple(Holding(r, g, s, h, node) for r, g, s, h in message["holdings"])
             self.event(c.NodeHoldings(node, message["epoch"], held))
         elif kind == "exited":
-            self.event(c.RankExited(node, rank, message["epoch"], message["status"], message["generation"]))
+            status, generation, hung = message["status"], message["generation"], message["hung"]
+            self.event(c.RankExited(node, rank, message["epoch"], status, generation, hung))
+        elif kind == "unkillable":
+            self.event(c.RankUnkillable(node, rank))
+        elif kind == "stalled":
+            self._stalled(message["epoch"])
+        elif kind == "standings":
+            self._standings(node, message["survey"], [Standing(*s) for s in message["standings"]])
         elif kind == "joined":
             self._resumed = message["generation"]
-            self.event(c.RankJoined(rank, message["epoch"], message["generation"]))
+            self.event(c.RankJoined(rank, message["epoch"], message["generation"], message["replicas"]))
         elif kind == "broken":
             self._events.write("broken", rank=rank, error=message["error"])
             self.event(c.RankBroken(rank, message.get("epoch", 0), message["error"]))
@@ -116,6 +126,35 @@ class Leader:
             _say(recovery.text())
         self._evidence_at = None
         self._share_state()
+
+    # -- hangs -------------------------------------------------------------------------------------
+
+    def _stalled(self, number: int) -> None:
+        epoch = self.machine.epoch
+        if epoch is None or epoch.number != number or self.machine.phase is not c.Phase.RUNNING:
+            return
+        if self._surveys.begin(epoch.slots, time.monotonic()):
+            for node in epoch.slots:
+                self._send(node, {"kind": "survey", "survey": self._surveys.number})
+
+    def _standings(self, node: str, number: int, standings: list[Standing]) -> None:
+        epoch = self.machine.epoch
+        if epoch is None or not self._surveys.answer(node, number, standings):
+            return
+        verdict = self._surveys.verdict(epoch.world_size)
+        if verdict is None:
+            return
+        self._events.write("stalled", finding=verdict.finding.value, culprits=verdict.culprits)
+        if verdict.finding is Finding.CULPRITS:
+            for rank in verdict.culprits:
+                generation = self._surveys.generation_of(rank)
+                message = {"kind": "end_rank", "rank": rank, "generation": generation, "why": verdict.finding.value}
+                self._send(epoch.node_of(rank), message)
+        elif verdict.finding in (Finding.ALL_WAIT, Finding.UNCLEAR):
+            self._broadcast({"kind": "save_stacks", "why": verdict.finding.value})
+            self.event(c.AllWait(epoch.number, verdict.finding.value))
+        elif verdict.finding is Finding.SLOW:
+            _say(f"a step takes longer than --deadpool-hang-timeout: {verdict.finding.value}")
 
     def _carry_out(self, actions: list[c.Action]) -> None:
         publish = next((a for a in actions if isinstance(a, c.Publish)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_resilience.control.channel import Channel
+from megatron_resilience.control.stacks import main_thread_waits
 from megatron_resilience.deadpool.recovery import RestorePlan
 from megatron_resilience.errors import ControlError, Interrupted
 from megatron_resilience.topology.epoch import Epoch
@@ -113,6 +115,10 @@ class AgentLink:
                 os._exit(AGENT_LOST_EXIT)
             message, fds = received
             kind = message["kind"]
+            if kind == "ping":
+                with contextlib.suppress(ControlError):
+                    self.send("pong", waits=main_thread_waits())
+                continue
             with self._condition:
                 if kind == "epoch":
                     epoch = Epoch.from_json(message["epoch"])

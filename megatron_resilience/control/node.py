@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron_resilience.control.channel import Channel
 from megatron_resilience.control.options import LaunchOptions
+from megatron_resilience.control.stacks import StackFile
+from megatron_resilience.control.watch import Pulse
 from megatron_resilience.errors import StateError
 from megatron_resilience.state.memory import SharedMemory, available_bytes
 from megatron_resilience.state.segment import sealed_generations
@@ -31,6 +33,9 @@ class RankProcess:
         newcomer: it runs its start-up alone.
         generation: of the last step it entered.
         killed: we ended it on purpose, its exit is no news.
+        hung: why it was ended for making no progress.
+        pulse: its signs of life.
+        stacks: where it writes its stacks when asked.
     """
 
     rank: int
@@ -39,7 +44,10 @@ class RankProcess:
     pid: int | None = None
     generation: int = -1
     killed: bool = False
+    hung: str = ""
     ready_epoch: int = 0
+    pulse: Pulse = field(default_factory=Pulse)
+    stacks: StackFile = field(default_factory=StackFile)
     said: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def kill(self) -> None:
@@ -105,8 +113,10 @@ class Node:
                 self.ranks[rank] = self._start(rank, epoch, newcomer=not epoch.fresh)
         if mine:
             self.end_skeletons()
+        else:
+            self._free_memory()
         for rank in mine:
-            self._tell(self.ranks[rank], {"kind": "epoch", "epoch": epoch.to_json()})
+            self.tell(self.ranks[rank], {"kind": "epoch", "epoch": epoch.to_json()})
 
     def prepare(self, epoch: Epoch, slots: int) -> None:
         """On a spare: starts ranks for the first ``slots`` slots, which wait at the door of training."""
@@ -117,7 +127,7 @@ class Node:
     def plan(self, message: dict[str, Any]) -> None:
         """Passes a restore plan on to the ranks."""
         for process in self.ranks.values():
-            self._tell(process, message)
+            self.tell(process, message)
 
     def end_skeletons(self) -> None:
         """Ends the ranks that wait for a promotion."""
@@ -131,9 +141,7 @@ class Node:
             process.kill()
         self.ranks.clear()
         self.skeletons.clear()
-        for memory in self._memory.values():
-            memory.close()
-        self._memory.clear()
+        self._free_memory()
 
     def zygote_said(self, message: dict[str, Any], fds: list[int]) -> tuple[RankProcess, int] | None:
         """Digests a message of the zygote; returns a process and its status when one ended by itself."""
@@ -153,6 +161,7 @@ class Node:
         if self.skeletons.get(ended.rank) is ended:
             del self.skeletons[ended.rank]
         ended.channel.close()
+        ended.stacks.close()
         return (ended, message["status"]) if known and not ended.killed else None
 
     def all_ready(self, epoch: Epoch) -> bool:
@@ -170,7 +179,7 @@ class Node:
             "argv": [self._options.script, *self._options.script_args],
             "env": self._environment(rank, epoch, newcomer),
         }
-        self._zygote.send(message, [theirs.sock.fileno()])
+        self._zygote.send(message, [theirs.sock.fileno(), process.stacks.fd])
         theirs.close()
         self._watch(process)
         return process
@@ -202,7 +211,8 @@ class Node:
         return result
 
     @staticmethod
-    def _tell(process: RankProcess, message: dict[str, Any]) -> None:
+    def tell(process: RankProcess, message: dict[str, Any]) -> None:
+        """Sends a message to a rank."""
         try:
             process.channel.send(message)
         except OSError:
@@ -226,7 +236,7 @@ class Node:
                     label = f"mr-{process.rank}-{owner}"
                     self._memory[process.rank, owner] = SharedMemory.create(label, size)
         except StateError as error:
-            self._tell(process, {"kind": "memory", "error": str(error)})
+            self.tell(process, {"kind": "memory", "error": str(error)})
             return
         owners = [owner for owner, _ in sizes]
         try:
@@ -242,6 +252,11 @@ class Node:
             memory = self._memory.pop((holder, owner), None)
             if memory is not None:
                 memory.close()
+
+    def _free_memory(self) -> None:
+        for memory in self._memory.values():
+            memory.close()
+        self._memory.clear()
 
     def holdings(self) -> list[tuple[int, int, int, int]]:
         """``(rank, generation, slot, holder)`` of every sealed slot in this node's memory."""

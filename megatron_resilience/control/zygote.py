@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from megatron_resilience.control.channel import Channel
 from megatron_resilience.control.link import AGENT_FD
+from megatron_resilience.control.stacks import write_on_signal
 from megatron_resilience.errors import ResilienceError
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "megatron_resilience.autoload")
@@ -146,7 +147,7 @@ def _end_group(rank: int) -> None:
 
 
 def _become_rank(message: dict[str, Any], fds: list[int]) -> NoReturn:
-    """In the forked child: the rank's environment, its output, then the user's script."""
+    """In the forked child: the rank's environment, then the user's script."""
     status = 1
     try:
         die_with_parent()
@@ -155,9 +156,7 @@ def _become_rank(message: dict[str, Any], fds: list[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(message["env"])
         os.environ[AGENT_FD] = str(fds[0])
-        if len(fds) > 1:
-            os.dup2(fds[1], 1)
-            os.dup2(fds[1], 2)
+        write_on_signal(fds[1])
         _reseed()
         status = run_script(message["argv"])
     finally:

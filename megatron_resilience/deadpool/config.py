@@ -19,12 +19,15 @@ class DeadpoolConfig:
             to 1 % of the time.
         unblock_timeout_s: seconds after which a rank that does not leave a dead world is killed
             and started again in place.
+        hang_timeout_s: seconds without a sign of life, or in one step, after which a rank is looked into, and ended if the
+            others wait for it; at most half of ``--distributed-timeout-minutes`` is used; 0 switches it off.
         verify: compare parameters across replicas by hash before training goes on after a recovery.
     """
 
     replicas: int = 1
     max_stall_s: float = 10.0
     unblock_timeout_s: float = 20.0
+    hang_timeout_s: float = 300.0
     verify: bool = True
 
     def __post_init__(self) -> None:
@@ -37,6 +40,10 @@ class DeadpoolConfig:
             value = getattr(self, name)
             if not value > 0:
                 raise ConfigurationError(f"{flag_of(name)} is {value}: it takes a positive number of seconds")
+        if not self.hang_timeout_s >= 0:
+            raise ConfigurationError(
+                f"--deadpool-hang-timeout is {self.hang_timeout_s}: it takes a number of seconds, 0 switches it off"
+            )
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

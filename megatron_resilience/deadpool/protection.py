@@ -26,7 +26,7 @@ from megatron_resilience.state.inventory import Inventory
 from megatron_resilience.state.ledger import Ledger
 from megatron_resilience.state.segment import Segment, Slot
 
-_ROUND = struct.Struct("<qqqq16s8x")
+_ROUND = struct.Struct("<qqqq16s16s")
 _SKIPPED = -1
 _CHUNK = 64 * 2**20
 _HEADER_TAG, _BODY_TAG = 1, 2
@@ -66,9 +66,9 @@ def send_slot(backend: Any, slot: Slot | None, slot_index: int, to: int) -> list
     """Starts sending a sealed slot, or the word that there is none; returns what must be waited for."""
     header = None if slot is None else slot.header()
     if slot is None or header is None:
-        head = _ROUND.pack(_SKIPPED, 0, 0, 0, bytes(16))
+        head = _ROUND.pack(_SKIPPED, 0, 0, 0, bytes(16), bytes(16))
         return [backend.send([_bytes_tensor(bytearray(head))], to, _HEADER_TAG)]
-    head = _ROUND.pack(header.generation, slot_index, header.record_bytes, header.epoch, header.checksum)
+    head = _ROUND.pack(header.generation, slot_index, header.record_bytes, header.epoch, header.checksum, header.digest)
     pieces = [_bytes_tensor(bytearray(head))]
     works = [backend.send(pieces, to, _HEADER_TAG)]
     for piece in _chunks(slot.payload) + _chunks(slot.record[: header.record_bytes]):
@@ -83,18 +83,23 @@ def receive_slot(backend: Any, slots: tuple[Slot, ...], sender: int, epoch: int)
         The generation, or None when the sender skipped it.
 
     Raises:
-        StateError: it arrived damaged; the slot stays unsealed.
+        StateError: it arrived damaged, or is of another inventory than the slots; the slot stays unsealed.
         RuntimeError: the connection broke.
     """
     head = bytearray(_ROUND.size)
     backend.recv([_bytes_tensor(head)], sender, _HEADER_TAG).wait()
-    generation, index, record_bytes, _, checksum = _ROUND.unpack(head)
+    generation, index, record_bytes, _, checksum, digest = _ROUND.unpack(head)
     if generation == _SKIPPED:
         return None
     slot = slots[index]
     slot.open()
     for piece in _chunks(slot.payload) + _chunks(slot.record[:record_bytes]):
         backend.recv([piece], sender, _BODY_TAG).wait()
+    if digest != slot.shape.digest:
+        raise StateError(
+            f"generation {generation} from rank {sender} lists other tensors, or in another order, than this rank's "
+            f"inventory ({digest.hex()}, expected {slot.shape.digest.hex()}): the two ran different code or options"
+        )
     slot.seal(epoch, generation, record_bytes, checksum)
     return generation
 

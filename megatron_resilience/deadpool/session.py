@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,6 +57,8 @@ class RestorableState(TrainingState, Protocol):
 
     rank: int
     world_size: int
+    out: list[int]
+    """Iterations whose output people have seen, by kind of output."""
 
     def dp_groups(self) -> list[list[int]]:
         """All data-parallel groups of the job as global ranks, in ring order."""
@@ -175,7 +177,7 @@ class Session:
     def protect(self, generation: int) -> None:
         """On entry to the step after ``generation``: protects the state as it stands."""
         assert self._protection is not None
-        self._link.send("progress", generation=generation, stalled=self._protection.stalled_s)
+        self._link.send("progress", generation=generation, in_step=True)
         self._check()
         self._protection.protect(generation)
         if generation == self._first_generation and self._fresh:
@@ -191,6 +193,7 @@ class Session:
 
     def after_step(self, generation: int) -> None:
         """After a step has completed: the end of a recovery's time is the first of these."""
+        self._link.send("progress", generation=generation, in_step=False)
         if "first_step" not in self._times:
             self._mark("first_step")
             self._link.send("stepped", epoch=self._epoch, generation=generation, times=self._times)
@@ -357,7 +360,7 @@ class Session:
             raise RuntimeError(f"connection given up: a copy of rank {rank} is damaged") from error
 
     def _commit(self, epoch: Epoch, generation: int) -> None:
-        self._barrier(generation)
+        self._state.out[:] = self._barrier(generation, self._state.out)
         self._epoch = epoch.number
         self._first_generation = generation
         self._fresh = epoch.fresh
@@ -378,7 +381,14 @@ class Session:
         )
         with self._lock:
             self._protection = protection
-        self._link.send("joined", epoch=epoch.number, generation=generation, times=self._times)
+        self._link.send(
+            "joined",
+            epoch=epoch.number,
+            generation=generation,
+            times=self._times,
+            replicas=self._config.replicas,
+            hang_timeout_s=min(self._config.hang_timeout_s, self._timeout_s / 2),
+        )
 
     def _report(self, kind: str, **fields: Any) -> None:
         # The outcome of a round is the same on all ranks: one of them says it.
@@ -414,8 +424,8 @@ class Session:
             done = self._device.record_copy_event()
         done.synchronize()
 
-    def _barrier(self, generation: int = 0) -> None:
-        """All ranks, at the same generation.
+    def _barrier(self, generation: int = 0, numbers: Sequence[int] = ()) -> list[int]:
+        """All ranks, at the same generation; returns the largest that any of them passed, of each of the numbers.
 
         Raises:
             StateError: they are not.
@@ -423,10 +433,11 @@ class Session:
         """
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        ends = torch.tensor([generation, -generation], dtype=torch.int64)
+        ends = torch.tensor([generation, -generation, *(-n for n in numbers)], dtype=torch.int64)
         self._control.allreduce([ends], options).wait()
         if int(ends[0]) != generation or int(ends[1]) != -generation:
             raise StateError(f"ranks stand at generations {int(ends[0])} to {-int(ends[1])}")
+        return [-n for n in ends[2:].tolist()]
 
     # -- interruption ------------------------------------------------------------------------------
 

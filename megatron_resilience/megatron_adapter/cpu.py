@@ -21,6 +21,8 @@ def install(patches: Patches) -> None:
     _start_up(patches)
     _moe(patches)
     _norm()
+    # Nobody has a fused Adam here, so this is part of being able to train at all.
+    importlib.import_module("megatron_resilience.megatron_adapter.torch_adam").install()
 
 
 def _rng(patches: Patches) -> None:

@@ -19,6 +19,7 @@ from megatron_resilience.control.link import AgentLink
 from megatron_resilience.control.node import ADDRESS, NEWCOMER, NODE
 from megatron_resilience.deadpool.config import DeadpoolConfig
 from megatron_resilience.deadpool.session import Place, Session
+from megatron_resilience.megatron_adapter import once
 from megatron_resilience.megatron_adapter.data import DataCursors
 from megatron_resilience.megatron_adapter.repair import repair
 from megatron_resilience.megatron_adapter.startup import Newcomer
@@ -27,10 +28,12 @@ from megatron_resilience.megatron_adapter.state import MegatronState
 
 def install(config: DeadpoolConfig, link: AgentLink, args: Any) -> None:
     """Wraps Megatron's training module. Called once per process, before ``pretrain()``; ``args`` just parsed."""
+    seen = once.Once()
+    seen.install()
     cursors = DataCursors()
     cursors.install()
-    newcomer = Newcomer(args) if NEWCOMER in os.environ else None
-    guard = Guard(config, link, cursors, newcomer)
+    newcomer = Newcomer() if NEWCOMER in os.environ else None
+    guard = Guard(config, link, cursors, seen, newcomer)
     guard.install()
 
 
@@ -38,7 +41,12 @@ class Guard:
     """Holds what the wrappers of one process share."""
 
     def __init__(
-        self, config: DeadpoolConfig, link: AgentLink, cursors: DataCursors, newcomer: Newcomer | None
+        self,
+        config: DeadpoolConfig,
+        link: AgentLink,
+        cursors: DataCursors,
+        seen: once.Once,
+        newcomer: Newcomer | None,
     ) -> None:
         self._config = config
         self._link = link
@@ -47,16 +55,19 @@ class Guard:
         self._session: Session | None = None
         self._state: MegatronState | None = None
         self._resumed = False
+        self._once = seen
 
     def install(self) -> None:
         """Wraps the functions of ``megatron.training.training`` that ``train()`` calls through its module."""
         self._train = training.train
         self._train_step = training.train_step
         self._training_log = training.training_log
+        self._evaluate = training.evaluate_and_print_results
         self._checkpoint_and_decide_exit = training.checkpoint_and_decide_exit
         training.train = self.train
         training.train_step = self.train_step
         training.training_log = self.training_log
+        training.evaluate_and_print_results = self.evaluate_and_print_results
         training.checkpoint_and_decide_exit = self.checkpoint_and_decide_exit
 
     def train(
@@ -76,6 +87,7 @@ class Guard:
         args = get_args()
         state = MegatronState(model, optimizer, opt_param_scheduler, args)
         state.loop = {"start": args.iteration, "report_memory": True, "totals": {}}
+        state.out = self._once.out
         device = accelerator.select()
         session = Session(
             self._link,
@@ -91,7 +103,7 @@ class Guard:
         self._wrap_optimizer(optimizer)
         generation = session.join()
         if self._newcomer is not None:
-            self._newcomer.promoted(args)
+            self._newcomer.promoted(args, generation)
         again = self._newcomer is not None
         while True:
             if again:
@@ -99,6 +111,7 @@ class Guard:
                 self._cursors.rewind(args.consumed_train_samples, args.consumed_valid_samples, args.dataloader_type)
                 session.reload_volatile(generation)
                 self._resumed = True
+                self._once.resumes(state.out)
             try:
                 result = self._train(
                     forward_step_func,
@@ -113,6 +126,7 @@ class Guard:
                     **kwargs,
                 )
                 session.finish()
+                self._once.ends()
                 return result
             except SystemExit:
                 # Megatron's own early end (--exit-interval, a signal): everybody takes it together.
@@ -131,6 +145,7 @@ class Guard:
         assert self._session is not None and self._state is not None
         iteration = kwargs["iteration"]
         self._state.iteration = iteration
+        self._once.generation_ends(iteration)
         self._session.protect(iteration)
         result = self._train_step(*args, **kwargs)
         self._session.after_step(iteration + 1)
@@ -149,10 +164,19 @@ class Guard:
             self._resumed = False
             total_loss_dict.update(loop["totals"])
             arguments[report_memory] = loop["report_memory"]
-        kwargs["is_first_iteration"] = arguments[iteration] == loop["start"] + 1
-        loop["report_memory"] = self._training_log(loss_dict, total_loss_dict, *arguments, **kwargs)
+        number = arguments[iteration]
+        kwargs["is_first_iteration"] = number == loop["start"] + 1
+        with self._once.showing(once.LOGGED, number):
+            loop["report_memory"] = self._training_log(loss_dict, total_loss_dict, *arguments, **kwargs)
+        self._once.is_out(once.LOGGED, number)
         loop["totals"] = dict(total_loss_dict)
         return loop["report_memory"]
+
+    def evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates; prints what has not been printed yet."""
+        iteration = args[4]  # its place in Megatron's signature
+        with self._once.showing(once.EVALUATED, iteration):
+            return self._evaluate(*args, **kwargs)
 
     def checkpoint_and_decide_exit(
         self,
@@ -166,6 +190,8 @@ class Guard:
     ) -> Any:
         """Learns the count of floating-point operations, which is a local of ``train()``."""
         assert self._state is not None
+        # Behind a barrier: the last rank has printed its results.
+        self._once.is_out(once.EVALUATED, iteration)
         self._state.floating_point_operations = operations
         return self._checkpoint_and_decide_exit(model, optimizer, scheduler, iteration, operations, *rest, **kwargs)
 

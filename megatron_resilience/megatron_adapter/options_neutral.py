@@ -118,7 +118,7 @@ _GROUPS: dict[str, str] = {
         end_weight_decay weight_decay_incr_style lr warmup min_lr decoupled_lr decoupled_min_lr
     """,
     "checkpointing": """
-        save save_interval save_params_interval save_retain_interval load load_main_params_from_ckpt
+        save save_interval save_params_interval save_retain_interval load_main_params_from_ckpt
         non_persistent_save_interval non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir
         non_persistent_local_ckpt_algo finetune pretrained_checkpoint ckpt_step use_checkpoint_args
         use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args

@@ -97,7 +97,6 @@ _GTP = "weights sharded over the GTP axis have gathers in flight and groups that
 _CP = "context parallelism brings communicators in TransformerEngine that are not rebuilt"
 _UNTESTED = "it keeps state between steps, and nobody has shown that a recovery restores it"
 _HOOKS = "it switches hooks or a reduction mode on for one step, and an interrupted step leaves them on"
-_WRITER = "it opens a writer on one rank, and the newcomer that replaces the rank does not continue it"
 _PROFILER = "it holds a profiler open across steps, and entering train() again would start a second one"
 _BATCHES = "the batch size then has a history of its own, and the data cursor is restored without it"
 
@@ -276,7 +275,7 @@ REFUSED: dict[str, Refusal] = {
         "save_dgrads_interval",
         "moe_routing_trace_path",
     ),
-    **_leave_out(_WRITER, "tensorboard_dir", "wandb_project"),
+    **_leave_out("its run belongs to the process that opened it, and a newcomer cannot go on with it", "wandb_project"),
     **_leave_out(_PROFILER, "profile", "use_pytorch_profiler", "record_memory_history", "log_energy"),
     **_leave_out(
         "it opens sockets and measures over groups of its own",

@@ -94,7 +94,8 @@ def activate(args: argparse.Namespace) -> None:
         raise ConfigurationError(
             "--deadpool needs node agents: start the script with `megatron-resilience launch ...` instead of torchrun"
         )
-    from megatron_resilience.megatron_adapter import loop
+    from megatron_resilience.megatron_adapter import loop, torch_adam
 
+    torch_adam.install()
     loop.install(config, link, args)
     _active = True

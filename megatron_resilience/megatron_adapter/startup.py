@@ -10,22 +10,19 @@ from typing import Any
 
 from megatron.training import global_vars, training
 
+from megatron_resilience.megatron_adapter import once
 from megatron_resilience.topology.alone import force_fake_backend
 
 _WRITERS = ("_set_tensorboard_writer", "_set_wandb_writer", "_set_one_logger")
 
 
 class Newcomer:
-    """Prepares this process's start-up; :meth:`promoted` makes good what was put off.
+    """Prepares this process's start-up; :meth:`promoted` makes good what was put off."""
 
-    Args:
-        args: Megatron's, just parsed.
-    """
-
-    def __init__(self, args: Any) -> None:
-        self._load = args.load
-        args.load = None
+    def __init__(self) -> None:
         force_fake_backend()
+        # Whatever the others have loaded comes with the state.
+        training.load_checkpoint = lambda *args, **kwargs: (0, 0)
         self._put_off: list[tuple[Any, tuple[Any, ...]]] = []
         for name in _WRITERS:
             original = getattr(global_vars, name)
@@ -42,9 +39,10 @@ class Newcomer:
 
         training.build_train_valid_test_data_loaders = build_loaders
 
-    def promoted(self, args: Any) -> None:
+    def promoted(self, args: Any, generation: int) -> None:
         """Opens the writers that belong to this rank, now that it is the only one of its kind."""
-        args.load = self._load
+        if args.tensorboard_dir and args.rank == args.world_size - 1:
+            once.cut_back(args.tensorboard_dir, generation)
         while self._put_off:
             original, arguments = self._put_off.pop(0)
             original(*arguments)

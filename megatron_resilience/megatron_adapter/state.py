@@ -70,11 +70,14 @@ class MegatronState:
         self._args = args
         for part in self._parts:
             prime(part.optimizer)
-        self._entries = [*self._optimizer_entries(), *self._module_entries(), *self._rng_entries()]
+        # By name: the order of an optimizer's state is that of its making, which a loaded checkpoint changes.
+        entries = [*self._optimizer_entries(), *self._module_entries(), *self._rng_entries()]
+        self._entries = sorted(entries, key=lambda entry: entry.spec.name)
         self.inventory = Inventory(tuple(e.spec for e in self._entries))
         self.iteration: int = args.iteration
         self.floating_point_operations: float = args.num_floating_point_operations_so_far
         self.loop: dict[str, Any] = {}
+        self.out: list[int] = []
 
     # -- tensors -----------------------------------------------------------------------------------
 
@@ -103,7 +106,7 @@ class MegatronState:
             "floating_point_operations": self.floating_point_operations,
             "microbatches": get_num_microbatches(),
             "args": {name: getattr(self._args, name, None) for name in _ARGS},
-            "scheduler": self._scheduler.num_steps,
+            "scheduler": self._scheduler.state_dict(),
             "groups": [
                 [
                     {k: _pack(v) for k, v in group.items() if k != "params" and _is_scalar(v)}
@@ -140,7 +143,9 @@ class MegatronState:
                 f"generation {self.iteration} was trained with {record['microbatches']} microbatches, this rank "
                 f"would use {get_num_microbatches()}: --micro-batch-size and --global-batch-size must not change"
             )
-        self._scheduler.num_steps = record["scheduler"]
+        for name, value in record["scheduler"].items():
+            # Not by load_state_dict(): it checks, prints and steps. A loaded checkpoint may have set any of them.
+            setattr(self._scheduler, name, value)
         if [len(g) for g in record["groups"]] != [len(p.optimizer.param_groups) for p in self._parts]:
             raise StateError("the record has other parameter groups than this rank's optimizer")
         for part, saved_groups in zip(self._parts, record["groups"], strict=True):

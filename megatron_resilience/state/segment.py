@@ -75,6 +75,7 @@ class Slot:
     """One slot of a segment, over a writable buffer of ``shape.slot_bytes`` bytes.
 
     Attributes:
+        shape: of what it holds.
         payload: the tensors' bytes.
         record: room for the JSON record.
     """
@@ -83,7 +84,7 @@ class Slot:
         size = shape.slot_bytes
         if len(buffer) != size:
             raise StateError(f"a slot of this shape takes {size} bytes, the buffer has {len(buffer)}")
-        self._shape = shape
+        self.shape = shape
         self._head = buffer[:PAGE]
         self.payload = buffer[PAGE : PAGE + shape.payload_bytes]
         self.record = buffer[size - RECORD_BYTES :]
@@ -120,7 +121,7 @@ class Slot:
             raise StateError(
                 f"generation {generation} arrived damaged: checksum {found.hex()}, sent as {checksum.hex()}"
             )
-        header = SlotHeader(epoch, generation, self._shape.digest, found, record_bytes)
+        header = SlotHeader(epoch, generation, self.shape.digest, found, record_bytes)
         _HEADER.pack_into(
             self._head,
             0,
@@ -140,7 +141,7 @@ class Slot:
     def header(self) -> SlotHeader | None:
         """The header of a sealed slot of this shape, or None. Does not verify the checksum."""
         found = read_header(self._head)
-        return found if found is not None and found.digest == self._shape.digest else None
+        return found if found is not None and found.digest == self.shape.digest else None
 
     def read_record(self) -> dict[str, Any]:
         """The scalars of the sealed generation.

@@ -86,6 +86,7 @@ class GroupSwitch:
         self._next_type += 1
         for handle, device, backend in built:
             handle.group._register_backend(torch.device(device), kind, backend)
+        alone.name_real_backends()
 
 
 def _devices(handle: Handle, fabrics: dict[str, Fabric]) -> list[str]:

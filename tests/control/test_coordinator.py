@@ -106,7 +106,7 @@ def test_a_dead_rank_on_a_healthy_node_is_started_again_once_per_generation():
     epoch = only(act(machine, c.RankExited("b", 3, 1, -9, generation=5)), c.Publish).epoch
     assert (epoch.slots, epoch.newcomers) == (("a", "b"), (3,))
     again = act(machine, c.RankExited("b", 3, 2, -9, generation=5))
-    assert "ended twice" in only(again, c.Stop).message
+    assert "second time in the same step" in only(again, c.Stop).message
 
 
 def test_a_rank_that_refuses_its_arguments_ends_the_job_at_once():
@@ -184,3 +184,53 @@ def test_whatever_happens_epochs_grow_and_slots_are_living_and_distinct(events):
                 assert not set(action.epoch.slots) & set(machine.gone)
         heir = c.Coordinator.from_json(SETTINGS, machine.to_json())
         assert heir.to_json() == machine.to_json()
+
+
+def test_a_rank_whose_node_fails_again_and_again_moves_to_a_spare():
+    machine = running()
+    for generation in (5, 6):
+        act(machine, c.RankExited("b", 3, machine.epoch.number, -9, generation))
+        act(machine, *joined(machine.epoch.number, generation))
+        machine.first_step()
+    epoch = only(act(machine, c.RankExited("b", 2, machine.epoch.number, -9, 7)), c.Publish).epoch
+    assert (epoch.slots, epoch.newcomers) == (("a", "c"), (2, 3))
+    assert machine.waiting_spares == ["b"], "better than none, but the last to be taken"
+
+
+def test_a_node_whose_ranks_all_die_is_replaced():
+    machine = running()
+    act(machine, c.RankExited("b", 3, 1, -9, generation=5))
+    epoch = only(act(machine, c.RankExited("b", 2, 2, -9, generation=5)), c.Publish).epoch
+    assert (epoch.slots, epoch.newcomers) == (("a", "c"), (2, 3))
+
+
+def test_without_copies_elsewhere_a_living_node_is_not_left():
+    machine = running()
+    act(machine, c.RankExited("b", 3, 1, -9, generation=5))
+    act(machine, *(replace(event, replicas=0) for event in joined(2, 5)))
+    act(machine, c.RankExited("b", 3, 2, -9, generation=6))
+    epoch = only(act(machine, c.RankExited("b", 2, 3, -9, generation=6)), c.Publish).epoch
+    assert epoch.slots == ("a", "b")
+
+
+def test_an_unkillable_rank_takes_its_node_along():
+    machine = running()
+    epoch = only(act(machine, c.RankUnkillable("b", 3)), c.Publish).epoch
+    assert epoch.slots == ("a", "c")
+    act(machine, c.NodeLost("b", Evidence.CLOSED))
+    assert "does not end" in only(act(machine, c.RankUnkillable("c", 2)), c.Stop).message
+
+
+def test_when_all_wait_the_connections_are_renewed():
+    machine = running()
+    epoch = only(act(machine, c.AllWait(1, "why")), c.Publish).epoch
+    assert (epoch.slots, epoch.newcomers) == (("a", "b"), ())
+    assert not act(machine, c.AllWait(1, "why")), "it is over"
+
+
+def test_the_last_message_tells_the_story():
+    machine = running(replace(SETTINGS, max_restarts=1))
+    act(machine, c.RankExited("b", 3, 1, -9, generation=5))
+    act(machine, *joined(2, 5))
+    text = only(act(machine, c.RankExited("a", 0, 2, -11, generation=6)), c.Stop).message
+    assert "rank 0 ended with signal 11" in text and "before that: [2] rank 3 ended with signal 9" in text

@@ -3,7 +3,8 @@ import megatron_resilience.autoload  # noqa: F401, I001
 # examples/train_gpt.py, left and entered again on purpose at every iteration (LEAVE_IN names the function whose end is
 # the moment; no process dies), or with one death in it: the rank named by DIE_RANK sends SIGKILL to its whole node, to all
 # ranks of its node, or to itself alone (DIE_WHAT: node, which is the default, ranks or rank), DIE_AFTER seconds into the
-# function DIE_IN of iteration DIE_AT or the first one after it. Once: a marker file remembers it.
+# function DIE_IN of iteration DIE_AT or the first one after it; or it hangs there as HANG says (loop, sleep, nap, freeze). Once:
+# a marker file remembers it.
 
 import os
 import runpy
@@ -48,6 +49,15 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def loop():
+    while True:
+        pass
+
+
+def freeze():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def arm():
     owner, name = MOMENTS[os.environ["DIE_IN"]]
     original = getattr(owner, name)
@@ -60,9 +70,14 @@ def arm():
         if due:
             marker.touch()
             delay = float(os.environ["DIE_AFTER"])
-            if delay == 0:
+            if "HANG" in os.environ:
+                {"loop": loop, "sleep": lambda: time.sleep(3600), "nap": lambda: time.sleep(3), "freeze": freeze}[
+                    os.environ["HANG"]
+                ]()
+            elif delay == 0:
                 kill()
-            threading.Thread(target=lambda: (time.sleep(delay), kill()), daemon=True).start()
+            else:
+                threading.Thread(target=lambda: (time.sleep(delay), kill()), daemon=True).start()
         return original(*args, **kwargs)
 
     setattr(owner, name, armed)

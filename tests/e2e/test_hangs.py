@@ -1,0 +1,77 @@
+"""A rank that makes no progress is found, its stacks are saved, it is ended, and training goes on bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_resilience.observe.trace import differences
+from tests.e2e.test_hot_swap import longer
+from tests.support.configurations import Configuration
+from tests.support.job import TRAIN_AND_DIE, job
+from tests.support.template import Template
+
+pytestmark = pytest.mark.e2e
+LIMIT_S = 2.0
+
+
+@pytest.mark.parametrize(
+    ("hang", "moment", "name", "rank"),
+    [
+        ("freeze", "forward", "tp2_dp2_fp32", 3),
+        ("loop", "backward", "tp2_dp2_bf16_overlap", 0),
+        ("sleep", "optimizer", "pp2_dp2_tied", 2),
+        ("loop", "forward", "pp2_vpp2_dp2_bf16", 1),
+    ],
+)
+def test_the_rank_that_hangs_is_ended(
+    template: Template,
+    tmp_path: Path,
+    oracle: Callable[[Configuration], Path],
+    hang: str,
+    moment: str,
+    name: str,
+    rank: int,
+) -> None:
+    configuration = longer(name)
+    env = {
+        "HANG": hang,
+        "DIE_IN": moment,
+        "DIE_AT": "4",
+        "DIE_RANK": str(rank),
+        "DIE_AFTER": "0",
+        "DIE_MARKER": str(tmp_path / "hung"),
+    }
+    extra = ("--deadpool", "--deadpool-hang-timeout", str(LIMIT_S))
+    with job(template, tmp_path, configuration, extra, spares=0, script=TRAIN_AND_DIE, env=env) as running:
+        running.finish()
+        assert differences(running.trace, oracle(configuration)) == []
+        (hung,) = running.of_kind("hung")
+        assert hung["rank"] == rank, "the one that the others wait for, and no other"
+        assert {"freeze": "freeze", "loop": "loop", "sleep": "<lambda>"}[hang] in hung["stacks"]
+        assert "train_step" in hung["stacks"]
+        (recovered,) = running.of_kind("recovered")
+        assert f"rank {rank} hung" in recovered["cause"]
+        assert recovered["steps_again"] <= 1
+
+
+def test_a_long_tail_is_no_hang(template: Template, tmp_path: Path, oracle: Callable[[Configuration], Path]) -> None:
+    """Evaluation and checkpoints take as long as they take: here a rank sleeps beyond the limit while it logs."""
+    configuration = longer("tp2_dp2_fp32", 6, "--log-interval", "2")
+    env = {
+        "HANG": "nap",
+        "DIE_IN": "logging",
+        "DIE_AT": "3",
+        "DIE_RANK": "3",
+        "DIE_AFTER": "0",
+        "DIE_MARKER": str(tmp_path / "napped"),
+    }
+    extra = ("--deadpool", "--deadpool-hang-timeout", "1")
+    with job(template, tmp_path, configuration, extra, spares=0, script=TRAIN_AND_DIE, env=env) as running:
+        running.finish()
+        assert (tmp_path / "napped").exists()
+        assert running.of_kind("stalled"), "the others waited, and it was looked into"
+        assert not running.of_kind("hung") and not running.of_kind("recovered")
+        assert differences(running.trace, oracle(configuration)) == []
