@@ -11,7 +11,16 @@ import pytest
 # `tests.support` is imported from the root, whatever directory pytest was started in.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.support import full
 from tests.support.template import Template
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    full.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    full.configure(config)
 
 
 @pytest.fixture(scope="session")

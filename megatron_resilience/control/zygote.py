@@ -100,6 +100,7 @@ def _serve(channel: Channel) -> NoReturn:
         for fd, _ in poll.poll():
             if fd != channel.sock.fileno():
                 pid = children.pop(fd)
+                _end_group(pid)
                 _, status = os.waitpid(pid, 0)
                 poll.unregister(fd)
                 os.close(fd)
@@ -131,8 +132,18 @@ def _end(children: dict[int, int]) -> NoReturn:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     for pid in children.values():
+        _end_group(pid)
         os.waitpid(pid, 0)
     os._exit(0)
+
+
+def _end_group(rank: int) -> None:
+    """Ends what a rank that is dying has forked (a checkpoint's writers): it would keep the rank's connections open.
+
+    Before the rank is waited for, so that its number is still its own.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(rank, signal.SIGKILL)
 
 
 def _become_rank(message: dict[str, Any], fds: list[int]) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from megatron_resilience.errors import ConfigurationError
 from megatron_resilience.megatron_adapter import versions
 from megatron_resilience.megatron_adapter.options import refusals
 
+TRACE = "MEGATRON_RESILIENCE_TRACE"
+"""Environment variable with the folder for a trace of every step (``observe.trace``), for comparing two runs bit by bit."""
 _active = False
+_traced = False
 
 
 def install() -> None:
@@ -52,9 +56,21 @@ def _after_parsing(parser: argparse.ArgumentParser) -> None:
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:
         namespace, rest = parse(*args, **kwargs)
         activate(namespace)
+        _trace_if_asked()
         return namespace, rest
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def _trace_if_asked() -> None:
+    """For scripts that have no option of their own for it: the environment says where the trace goes."""
+    global _traced
+    directory = os.environ.get(TRACE)
+    if directory and not _traced:
+        from megatron_resilience.megatron_adapter import trace
+
+        trace.install(directory)
+        _traced = True
 
 
 def activate(args: argparse.Namespace) -> None:

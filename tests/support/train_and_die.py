@@ -1,9 +1,10 @@
 import megatron_resilience.autoload  # noqa: F401, I001
 
 # examples/train_gpt.py, left and entered again on purpose at every iteration (LEAVE_IN names the function whose end is
-# the moment; no process dies), or with one death in it: the rank named by DIE_RANK kills its whole node, itself included,
-# with SIGKILL, DIE_AFTER seconds into the function DIE_IN of iteration DIE_AT; or it hangs there as HANG says (loop, sleep, nap,
-# freeze). Once: a marker file remembers it.
+# the moment; no process dies), or with one death in it: the rank named by DIE_RANK sends SIGKILL to its whole node, to all
+# ranks of its node, or to itself alone (DIE_WHAT: node, which is the default, ranks or rank), DIE_AFTER seconds into the
+# function DIE_IN of iteration DIE_AT or the first one after it; or it hangs there as HANG says (loop, sleep, nap, freeze). Once:
+# a marker file remembers it.
 
 import os
 import runpy
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import get_args, training
 
@@ -24,15 +26,24 @@ MOMENTS = {
     "reduction": (_ParamAndGradBucketGroup, "finish_grad_sync"),
     "optimizer": (torch.optim.AdamW, "step"),
     "gather": (_ParamAndGradBucketGroup, "start_param_sync"),
+    "scheduler": (OptimizerParamScheduler, "step"),
     "logging": (training, "training_log"),
     "checkpoint": (training, "save_checkpoint_and_time"),
     "evaluation": (training, "evaluate_and_print_results"),
+    # The top of train()'s loop.
+    "between": (training, "maybe_finalize_async_save"),
 }
 
 
-def kill_this_node():
-    agent = psutil.Process().parent().parent()
-    for process in [agent, *agent.children(recursive=True)]:
+def kill():
+    zygote = psutil.Process().parent()
+    what = os.environ.get("DIE_WHAT", "node")
+    if what == "node":
+        agent = zygote.parent()
+        victims = [agent, *agent.children(recursive=True)]
+    else:
+        victims = zygote.children() if what == "ranks" else []
+    for process in victims:
         if process.pid != os.getpid():
             os.kill(process.pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -53,7 +64,9 @@ def arm():
     marker = Path(os.environ["DIE_MARKER"])
 
     def armed(*args, **kwargs):
-        due = get_args().curr_iteration + 1 >= int(os.environ["DIE_AT"]) and not marker.exists()
+        # The scheduler steps once before training.
+        iteration = getattr(get_args(), "curr_iteration", None)
+        due = iteration is not None and iteration + 1 >= int(os.environ["DIE_AT"]) and not marker.exists()
         if due:
             marker.touch()
             delay = float(os.environ["DIE_AFTER"])
@@ -62,9 +75,9 @@ def arm():
                     os.environ["HANG"]
                 ]()
             elif delay == 0:
-                kill_this_node()
+                kill()
             else:
-                threading.Thread(target=lambda: (time.sleep(delay), kill_this_node()), daemon=True).start()
+                threading.Thread(target=lambda: (time.sleep(delay), kill()), daemon=True).start()
         return original(*args, **kwargs)
 
     setattr(owner, name, armed)

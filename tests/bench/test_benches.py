@@ -1,0 +1,63 @@
+"""Both benches on a tiny model: every value is there and says what it must; no figure is judged."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_resilience.observe.report import PHASES
+from tests.support.template import ROOT
+
+pytestmark = pytest.mark.e2e
+
+
+def bench(tmp_path, *arguments):
+    """Runs a bench with everything temporary in a folder of the test's; returns its report."""
+    (tmp_path / "tmp").mkdir()
+    shared = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-m", "megatron_resilience.bench", *arguments, "--model", "tiny"]
+    command += ["--json", str(tmp_path / "report.json")]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert os.listdir(tmp_path / "tmp") == []
+    assert set(os.listdir("/dev/shm")) <= shared
+    return json.loads((tmp_path / "report.json").read_text())
+
+
+def assert_spread(value):
+    assert set(value) == {"median", "min", "max"}
+    assert 0 <= value["min"] <= value["median"] <= value["max"]
+
+
+def test_recovery(tmp_path):
+    report = bench(tmp_path, "recovery", "--trials", "1")
+    for name in ("recovery_s", "restart_s", "ratio_to_restart", "replay_after_recovery_s", "replay_after_restart_s"):
+        assert_spread(report[name])
+    assert tuple(report["phases_s"]) == PHASES
+    phases = sum(value["median"] for value in report["phases_s"].values())
+    assert phases == pytest.approx(report["recovery_s"]["median"], abs=0.1)
+    # A restart imports, sets up and loads; a recovery does not.
+    assert report["ratio_to_restart"]["median"] > 1
+    assert report["replay_after_restart_s"]["median"] > 0
+    (trial,) = report["trials"]
+    assert trial["steps_again"] <= 1
+
+
+def test_overhead(tmp_path):
+    report = bench(tmp_path, "overhead", "--pairs", "2", "--block", "2")
+    for name in ("exposed_fraction", "ratio", "cpu_ratio"):
+        assert_spread(report[name])
+    assert [{arm: len(block) for arm, block in pair.items()} for pair in report["blocks"]] == [
+        {"protected": 2, "plain": 2},
+        {"plain": 2, "protected": 2},
+    ]
+    copied, sent = (report["bytes_per_iteration"][what] for what in ("copied", "sent"))
+    # Masters and two moments in fp32 at least, once to the host and once to a partner.
+    assert copied["median"] >= 12 * 0.9 * report["parameters"]
+    assert sent["median"] >= copied["median"]
+    assert not any(step.keys() & {"copy_bytes"} and step["copy_bytes"] for p in report["blocks"] for step in p["plain"])
+    # Two generations of a node's ranks, and of those whose copies it keeps.
+    assert report["memory"]["copies_per_node"]["min"] >= 2 * sent["median"]
