@@ -4,8 +4,10 @@ import megatron_resilience.autoload  # noqa: F401, I001
 # the moment; no process dies), or with one death in it: the rank named by DIE_RANK sends SIGKILL to its whole node, to all
 # ranks of its node, or to itself alone (DIE_WHAT: node, which is the default, ranks or rank), DIE_AFTER seconds into the
 # function DIE_IN of iteration DIE_AT or the first one after it; or it hangs there as HANG says (loop, sleep, nap, freeze). Once:
-# a marker file remembers it.
+# a marker file remembers it. Or its rounds of protection are slow: SLOW_ROUNDS names generations that rank SLOW_RANK takes
+# a second and a half to begin to send.
 
+import json
 import os
 import runpy
 import signal
@@ -19,6 +21,8 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import get_args, training
+
+from megatron_resilience.deadpool.protection import Protection
 
 MOMENTS = {
     "forward": (schedules, "forward_step"),
@@ -99,8 +103,23 @@ def leave():
     setattr(owner, name, leaving)
 
 
+def slow():
+    generations = set(json.loads(os.environ["SLOW_ROUNDS"]))
+    original = Protection._round
+
+    def delayed(self, generation, index):
+        if generation in generations:
+            time.sleep(1.5)
+        return original(self, generation, index)
+
+    Protection._round = delayed
+
+
 if __name__ == "__main__":
-    if "LEAVE_IN" in os.environ:
+    if "SLOW_ROUNDS" in os.environ:
+        if os.environ["RANK"] == os.environ["SLOW_RANK"]:
+            slow()
+    elif "LEAVE_IN" in os.environ:
         leave()
     elif os.environ["RANK"] == os.environ["DIE_RANK"]:
         arm()
