@@ -151,7 +151,9 @@ def _become_rank(message: dict[str, Any], fds: list[int]) -> NoReturn:
     status = 1
     try:
         die_with_parent()
-        os.setpgid(0, 0)
+        # As torchrun does. Where the kernel shares the processor out by session, ranks must not have one share together, and
+        # agents not the same as the ranks that they watch.
+        os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.environ.clear()
         os.environ.update(message["env"])
