@@ -4,25 +4,29 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from megatron_resilience.observe.report import PHASES
 from tests.support.template import ROOT
 
-pytestmark = pytest.mark.e2e
+# Minutes each: several starts of a whole job.
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 
 def bench(tmp_path, *arguments):
     """Runs a bench with everything temporary in a folder of the test's; returns its report."""
-    (tmp_path / "tmp").mkdir()
     shared = set(os.listdir("/dev/shm"))
+    # A short path: sockets of multiprocessing lie in it.
+    temporary = tempfile.mkdtemp(prefix="mr-", dir="/tmp")
     command = [sys.executable, "-m", "megatron_resilience.bench", *arguments, "--model", "tiny"]
     command += ["--json", str(tmp_path / "report.json")]
-    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"TMPDIR": temporary, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert os.listdir(tmp_path / "tmp") == []
+    assert os.listdir(temporary) == []
+    os.rmdir(temporary)
     assert set(os.listdir("/dev/shm")) <= shared
     return json.loads((tmp_path / "report.json").read_text())
 
