@@ -19,7 +19,7 @@ KNOWN = CONFIGURATIONS["tp2_dp2_fp32"]
         (("--deadpool", "--inprocess-restart"), "--inprocess-restart"),
         (("--deadpool", "--use-torch-fsdp2"), "--use-torch-fsdp2"),
         (("--deadpool", "--nccl-ub"), "--nccl-ub"),
-        (("--deadpool", "--deadpool-replicas", "5"), "--deadpool-replicas is 5"),
+        (("--deadpool", "--deadpool-replicas", "5"), "or --deadpool-replicas 1"),
         (("--deadpool-verify", "true"), "does nothing without --deadpool"),
     ],
 )
