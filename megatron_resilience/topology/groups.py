@@ -1,13 +1,11 @@
 """Stable process-group handles: Megatron keeps its ProcessGroup objects, we exchange what is beneath them.
 
-Over a hundred places in Megatron cache a group. None of them notices: the group is emptied and gets a new backend
-(:mod:`handles`), or ``_register_backend`` with a backend type that the group has not seen before makes every later operation
-use the new one (torch 2.9 to 2.14).
+Over a hundred places in Megatron cache a group. None of them notices: ``_register_backend`` with a backend type that
+the group has not seen before makes every later operation use the new backend (torch 2.9 to 2.14).
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resilience.errors import ResilienceError
-from megatron_resilience.topology import alone, handles
+from megatron_resilience.topology import alone
 from megatron_resilience.transport.base import Fabric, GroupKey
 
 _FIRST_FREE_TYPE = 16
@@ -61,9 +59,8 @@ class GroupSwitch:
 
     def __init__(self) -> None:
         self._next_type = _FIRST_FREE_TYPE
-        self._installed: list[tuple[Handle, str, Any]] = []
 
-    def build(self, live: list[Handle], fabrics: dict[str, Fabric]) -> list[tuple[Handle, str, Any]]:
+    def build(self, handles: list[Handle], fabrics: dict[str, Fabric]) -> list[tuple[Handle, str, Any]]:
         """New backends for all handles; nothing is installed yet.
 
         Args:
@@ -72,48 +69,24 @@ class GroupSwitch:
         Returns:
             ``(handle, device, backend)`` for :meth:`install`.
         """
-        return [(h, device, fabrics[device].build(h.key)) for h in live for device in _devices(h, fabrics)]
+        return [(h, device, fabrics[device].build(h.key)) for h in handles for device in _devices(h, fabrics)]
 
     def install(self, built: list[tuple[Handle, str, Any]]) -> None:
         """Makes every later operation of the handles use the new backends.
 
-        The old ones are taken out and end on a thread of their own; where torch does not allow that
-        (:mod:`handles`) they stay beneath the new ones.
-
         Raises:
-            ResilienceError: in that case, after about 240 epochs in one process: torch has no backend types left.
+            ResilienceError: after about 240 epochs in one process torch has no backend types left.
         """
-        old, self._installed = self._installed, built
-        by_group: dict[Handle, list[tuple[str, Any]]] = {}
+        if self._next_type > _LAST_TYPE:
+            raise ResilienceError(
+                "this process has rebuilt its groups 240 times and torch allows no more: "
+                "save a checkpoint and start the job again"
+            )
+        kind = dist.ProcessGroup.BackendType(self._next_type)
+        self._next_type += 1
         for handle, device, backend in built:
-            by_group.setdefault(handle, []).append((device, backend))
-        # One type more for the epoch's groups that could not be emptied.
-        spare = self._next_type
-        for handle, backends in by_group.items():
-            if handles.release(handle.group):
-                _fill(handle.group, backends)
-                continue
-            if spare > _LAST_TYPE:
-                raise ResilienceError(
-                    "this process has rebuilt its groups 240 times and torch allows no more: "
-                    "save a checkpoint and start the job again"
-                )
-            self._next_type = spare + 1
-            for device, backend in backends:
-                handle.group._register_backend(torch.device(device), dist.ProcessGroup.BackendType(spare), backend)
+            handle.group._register_backend(torch.device(device), kind, backend)
         alone.name_real_backends()
-        # Ending a backend joins its threads.
-        threading.Thread(target=old.clear, name="end-backends", daemon=True).start()
-
-
-def _fill(group: Any, backends: list[tuple[str, Any]]) -> None:
-    """Registers backends with an empty group; the last becomes what the group is named after."""
-    types = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
-    for device, backend in sorted(backends):
-        # On the CPU accelerator gloo also serves what was made for a device.
-        kind = types["cpu"] if isinstance(backend, dist.ProcessGroupGloo) else types[device]
-        group._register_backend(torch.device(device), kind, backend)
-        group._set_default_backend(kind)
 
 
 def _devices(handle: Handle, fabrics: dict[str, Fabric]) -> list[str]:
