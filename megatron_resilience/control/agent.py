@@ -386,7 +386,7 @@ class Agent:
             if kind == "ready" and self._epoch is not None:
                 process.ready_epoch = message["epoch"]
                 if self.node.all_ready(self._epoch):
-                    newest = max(p.generation for p in self.node.ranks.values())
+                    newest = max(p.pulse.generation for p in self.node.ranks.values())
                     held = {"kind": "holdings", "epoch": self._epoch.number, "holdings": self.node.holdings()}
                     self._report(process, {**held, "newest": newest})
 
@@ -426,7 +426,7 @@ class Agent:
                     "rank": process.rank,
                     "epoch": self._epoch.number,
                     "status": status,
-                    "generation": process.generation,
+                    "generation": process.pulse.generation,
                     "hung": process.hung,
                 }
             )

@@ -65,10 +65,7 @@ def judge(standings: Sequence[Standing]) -> Verdict:
     if any(not s.answers or not s.overdue for s in standings):
         return Verdict(Finding.PATIENCE)
     behind = min(s.generation for s in standings)
-    if any(s.generation > behind for s in standings):
-        computing = [s.rank for s in standings if s.generation == behind and not s.waits]
-    else:
-        computing = [s.rank for s in standings if not s.waits]
+    computing = [s.rank for s in standings if s.generation == behind and not s.waits]
     if len(computing) == len(standings):
         return Verdict(Finding.SLOW)
     if not computing:

@@ -31,7 +31,6 @@ class RankProcess:
         channel: our end.
         pid: once the zygote has told it.
         newcomer: it runs its start-up alone.
-        generation: of the last step it entered.
         killed: we ended it on purpose, its exit is no news.
         hung: why it was ended for making no progress.
         pulse: its signs of life.
@@ -42,7 +41,6 @@ class RankProcess:
     channel: Channel
     newcomer: bool
     pid: int | None = None
-    generation: int = -1
     killed: bool = False
     hung: str = ""
     ready_epoch: int = 0

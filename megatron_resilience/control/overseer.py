@@ -49,7 +49,6 @@ class Overseer:
         """Takes note of what a rank says; True when the message was for nobody else."""
         now, pulse, kind = time.monotonic(), process.pulse, message["kind"]
         if kind == "progress":
-            process.generation = max(process.generation, message["generation"])
             pulse.enters(message["generation"], message["in_step"], now)
         elif kind == "pong":
             pulse.answers(message["waits"], now)
@@ -104,8 +103,8 @@ class Overseer:
         process.hung = why
         process.pulse.rests()
         text = await process.stacks.take(process.pid)
-        self._events.write("hung", rank=process.rank, generation=process.generation, why=why, stacks=text)
-        _say(f"rank {process.rank} hangs in the step after generation {process.generation}: {why}; it is killed")
+        self._events.write("hung", rank=process.rank, generation=process.pulse.generation, why=why, stacks=text)
+        _say(f"rank {process.rank} hangs in the step after generation {process.pulse.generation}: {why}; it is killed")
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
         await self.see_end(process)

@@ -49,7 +49,9 @@ class Pulse:
 
     def enters(self, generation: int, in_step: bool, now: float) -> None:
         """It begins a step, or ends one."""
-        self.generation, self.in_step, self.progressed, self.alarmed = generation, in_step, now, now
+        if in_step:
+            self.generation = generation
+        self.in_step, self.progressed, self.alarmed = in_step, now, now
 
     def overdue(self, now: float) -> bool:
         """Whether it has been in one step for too long."""

@@ -45,3 +45,12 @@ def test_a_suspended_machine_blames_nobody():
     pulse, watch = training(3.0), Watch()
     assert simulate(pulse, 1.0, watch=watch) == []
     assert watch.look({0: pulse}, 100.0)[1] == {}
+
+
+def test_a_generation_is_that_of_the_step_that_was_entered():
+    """A step that has ended is not a step that was entered: what is done again is counted from here."""
+    pulse = training(3.0)
+    pulse.enters(4, False, 1.0)
+    assert (pulse.generation, pulse.in_step) == (3, False)
+    pulse.enters(4, True, 2.0)
+    assert (pulse.generation, pulse.in_step) == (4, True)
