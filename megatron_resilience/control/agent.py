@@ -26,6 +26,7 @@ from megatron_resilience.control.overseer import Overseer
 from megatron_resilience.control.peers import Peer, accept, connect
 from megatron_resilience.control.zygote import die_with_parent, start_zygote
 from megatron_resilience.errors import ControlError, ResilienceError
+from megatron_resilience.observe.console import say
 from megatron_resilience.observe.events import EventLog
 from megatron_resilience.topology.epoch import Epoch
 
@@ -144,7 +145,7 @@ class Agent:
             hello = await peer.receive()
         except ControlError as error:
             writer.close()
-            _say(f"refused a connection from {writer.get_extra_info('peername')}: {error}")
+            say(f"refused a connection from {writer.get_extra_info('peername')}: {error}")
             return
         if hello is None or hello.get("kind") != "hello" or self._leader is None:
             peer.close()
@@ -179,7 +180,7 @@ class Agent:
                 peer.close()
                 return Evidence.SILENT
             except ControlError as error:
-                _say(str(error))
+                say(str(error))
                 message = None
             if message is None:
                 peer.close()
@@ -266,7 +267,7 @@ class Agent:
     async def _take_over(self, passed: dict[str, Evidence]) -> None:
         """As successor: waits for the others to find us, then reports those that did not."""
         assert self._leader is not None
-        _say(f"node {self._id} leads now")
+        say(f"node {self._id} leads now")
         self._events.write("leader", node=self._id)
         waiting_until = time.monotonic() + self._options.heartbeat_timeout_s
         while time.monotonic() < waiting_until:
@@ -348,10 +349,8 @@ class Agent:
             return
         for process in self.node.ranks.values():
             if not process.newcomer and process.ready_epoch < epoch.number and process.pid is not None:
-                _say(f"rank {process.rank} does not leave the old world, it is killed and started again")
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-                self._spawn(self._overseer.see_end(process))
+                say(f"rank {process.rank} does not leave the old world, it is killed and started again")
+                self._spawn(self._overseer.kill(process))
 
     def _prepare(self) -> None:
         """A spare gets ranks ready once training runs: until then the machine has better things to do."""
@@ -461,7 +460,7 @@ class Agent:
             return
         self._finishing = True
         if message and (self._leader is not None or self._to_leader is None):
-            _say(message)
+            say(message)
         self._spawn(self._flush_and_end(status))
 
     async def _flush_and_end(self, status: int) -> None:
@@ -516,7 +515,3 @@ def be_local_node() -> None:
     """In a forked agent of ``--local-nodes``: ends with the launcher, and with nobody else's signals."""
     die_with_parent(signal.SIGTERM)
     os.setpgid(0, 0)
-
-
-def _say(text: str) -> None:
-    print(f"[megatron-resilience] {text}", file=sys.stderr, flush=True)

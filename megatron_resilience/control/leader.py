@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +13,7 @@ from megatron_resilience.control.hang import Finding, Standing
 from megatron_resilience.control.membership import Evidence
 from megatron_resilience.control.survey import Surveys
 from megatron_resilience.deadpool.recovery import Holding
+from megatron_resilience.observe.console import say
 from megatron_resilience.observe.events import EventLog
 from megatron_resilience.observe.report import Recovery, phases
 
@@ -93,7 +93,7 @@ class Leader:
             fields = {k: v for k, v in message.items() if k not in ("kind", "time")}
             self._events.write(kind, node=node, **fields)
             if kind in ("unprotected", "damaged"):
-                _say(f"{kind}: {fields}")
+                say(f"{kind}: {fields}")
 
     def publish_again(self) -> None:
         """Gives every agent the state anew (a successor's first word)."""
@@ -123,7 +123,7 @@ class Leader:
                 seconds={k: round(v, 4) for k, v in seconds.items()},
                 marks={r: {k: round(t - self._published_at, 3) for k, t in m.items()} for r, m in self._times.items()},
             )
-            _say(recovery.text())
+            say(recovery.text())
         self._evidence_at = None
         self._share_state()
 
@@ -154,7 +154,7 @@ class Leader:
             self._broadcast({"kind": "save_stacks", "why": verdict.finding.value})
             self.event(c.AllWait(epoch.number, verdict.finding.value))
         elif verdict.finding is Finding.SLOW:
-            _say(f"a step takes longer than --deadpool-hang-timeout: {verdict.finding.value}")
+            say(f"a step takes longer than --deadpool-hang-timeout: {verdict.finding.value}")
 
     def _carry_out(self, actions: list[c.Action]) -> None:
         publish = next((a for a in actions if isinstance(a, c.Publish)), None)
@@ -163,7 +163,7 @@ class Leader:
         self._share_state()
         for action in actions:
             if isinstance(action, c.Publish):
-                _say(f"epoch {action.epoch.number}: {action.epoch.cause}")
+                say(f"epoch {action.epoch.number}: {action.epoch.cause}")
                 assert self.machine.epoch is not None
                 self._broadcast({"kind": "epoch", "epoch": self.machine.epoch.to_json()})
             elif isinstance(action, c.SendPlan):
@@ -201,7 +201,3 @@ class Leader:
     def lost(self, node: str, evidence: Evidence) -> None:
         """An agent is gone."""
         self.event(c.NodeLost(node, evidence))
-
-
-def _say(text: str) -> None:
-    print(f"[megatron-resilience] {text}", file=sys.stderr, flush=True)

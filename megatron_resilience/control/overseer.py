@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from megatron_resilience.control.node import Node, RankProcess
 from megatron_resilience.control.watch import Alarm, Watch
+from megatron_resilience.observe.console import say
 from megatron_resilience.observe.events import EventLog
 
 SURVEY_S = 1.0
@@ -104,20 +104,17 @@ class Overseer:
         process.pulse.rests()
         text = await process.stacks.take(process.pid)
         self._events.write("hung", rank=process.rank, generation=process.pulse.generation, why=why, stacks=text)
-        _say(f"rank {process.rank} hangs in the step after generation {process.pulse.generation}: {why}; it is killed")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-        await self.see_end(process)
+        say(f"rank {process.rank} hangs in the step after generation {process.pulse.generation}: {why}; it is killed")
+        await self.kill(process)
 
-    async def see_end(self, process: RankProcess) -> None:
-        """Tells the leader when a killed process does not end."""
+    async def kill(self, process: RankProcess) -> None:
+        """Kills a rank, whose exit is then news like any other; tells the leader when its process does not end."""
+        if process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + KILL_S
         while self._node.ranks.get(process.rank) is process:
             if time.monotonic() > deadline:
                 return self._tell_leader({"kind": "unkillable", "rank": process.rank})
             await asyncio.sleep(_POLL_S)
         return None
-
-
-def _say(text: str) -> None:
-    print(f"[megatron-resilience] {text}", file=sys.stderr, flush=True)
