@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megatron_resilience.bench import _model
 from megatron_resilience.errors import ConfigurationError
 
 
@@ -57,6 +60,41 @@ def machine() -> dict[str, Any]:
         "megatron-core": version("megatron-core"),
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+def parse(
+    name: str, doc: str | None, counts: Mapping[str, tuple[int, str]], arguments: list[str]
+) -> argparse.Namespace:
+    """The command line of a bench that trains: ``--json``, ``--model``, and counts of something, each at least 1.
+
+    Args:
+        counts: default and help text by option name.
+
+    Raises:
+        ConfigurationError: ``--json`` names a file that cannot be written.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m megatron_resilience.bench {name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report there")
+    for option, (default, text) in counts.items():
+        parser.add_argument(f"--{option}", type=int, default=default, help=f"{text} (default: {default})")
+    parser.add_argument("--model", choices=_model.MODELS, default="standard", help="goals are for the standard one")
+    options = parser.parse_args(arguments)
+    for option in counts:
+        if getattr(options, option) < 1:
+            parser.error(f"--{option} {getattr(options, option)}: at least one is needed")
+    check_writable(options.json)
+    return options
+
+
+def judged(problems: Sequence[str]) -> int:
+    """Prints what is wrong with a run; the exit status."""
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return int(bool(problems))
 
 
 def check_writable(path: Path | None) -> None:

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import functools
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from megatron_resilience.bench import _model
 from megatron_resilience.bench._contain import contained
 from megatron_resilience.bench._job import Job
 from megatron_resilience.bench._probe import open_gate
-from megatron_resilience.bench._report import Goal, check_writable, machine, missed, row, spread, write
+from megatron_resilience.bench._report import Goal, judged, machine, missed, parse, row, spread, write
 
 GOALS = (Goal("exposed_fraction", 0.01), Goal("ratio", 1.05))
 _WARM_UP, _DRAIN_S = 3, 0.3
@@ -31,20 +30,8 @@ _ITERATION_S = (1.0, 4.0)
 
 def main(arguments: list[str]) -> int:
     """Runs both jobs in turns; returns 1 when a goal is missed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_resilience.bench overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report there")
-    parser.add_argument("--pairs", type=int, default=8, help="pairs of blocks (default: 8)")
-    parser.add_argument("--block", type=int, default=4, help="counted iterations of a block (default: 4)")
-    parser.add_argument("--model", choices=_model.MODELS, default="standard", help="goals are for the standard one")
-    options = parser.parse_args(arguments)
-    for name in ("pairs", "block"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: at least one is needed")
-    check_writable(options.json)
+    counts = {"pairs": (8, "pairs of blocks"), "block": (4, "counted iterations of a block")}
+    options = parse("overhead", __doc__, counts, arguments)
     return contained(functools.partial(_run, options))
 
 
@@ -79,9 +66,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
             problems.append(
                 f"an iteration took {plain:.2f} s; the goals are for {_ITERATION_S[0]:g} to {_ITERATION_S[1]:g} s"
             )
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    return int(bool(problems))
+    return judged(problems)
 
 
 class Arm:

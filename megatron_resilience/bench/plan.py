@@ -13,9 +13,12 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from megatron_resilience.bench._report import check_writable, write
 
 CASES: list[tuple[str, str, str, str, float]] = [
     ("70b-512", "llama2-70b", "TP8·PP8·DP8", "TP4·PP4·DP32", 0.5),
@@ -31,10 +34,11 @@ MEMORY_GOAL_GIB = 1.0
 def main(arguments: list[str]) -> int:
     """Run all cases, or one with ``--case`` in this process; returns 1 when a goal is missed."""
     parser = argparse.ArgumentParser(prog="python -m megatron_resilience.bench plan", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows there")
     parser.add_argument("--case", choices=[c[0] for c in CASES], help="run this case only, in this process")
     parser.add_argument("--samples", type=int, default=16, help="ranks to sample")
     options = parser.parse_args(arguments)
+    check_writable(options.json)
     if options.case:
         rows = [measure(*next(c for c in CASES if c[0] == options.case), options.samples)]
     else:
@@ -48,12 +52,9 @@ def main(arguments: list[str]) -> int:
                 f"cpu {row['cpu_seconds']:.3f} s  load {row['load_average']:.1f}"
             )
         print(_growth(rows))
-    report = json.dumps({"rows": rows}, indent=1)
-    if options.json:
-        with open(options.json, "w") as file:
-            file.write(report + "\n")
-    elif options.case:
-        print(report)
+    if options.case and options.json is None:
+        print(json.dumps({"rows": rows}, indent=1))
+    write(options.json, {"rows": rows})
     missed = [r["name"] for r in rows if r["seconds"] > r["goal_seconds"] or r["rss_gib"] > MEMORY_GOAL_GIB]
     if missed:
         print(f"goals missed: {', '.join(missed)}", file=sys.stderr)

@@ -3,7 +3,7 @@
 Each trial kills a node (agent, zygote and ranks, SIGKILL) of a protected job at another moment of an iteration, the
 first node and the second in turn. Then it kills the whole job and relaunches it at once from its last checkpoint on
 disk, under plain torchrun without --deadpool: nobody's time to notice, and nobody's queue, is counted for the restart.
-Nor is the loading of the optimizer's moments, which Megatron 0.19 cannot do with torch's Adam (--no-load-optim).
+Nor is the loading of the optimizer's moments (--no-load-optim), which favours the restart.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import functools
 import itertools
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from megatron_resilience.bench import _model
 from megatron_resilience.bench._contain import contained
 from megatron_resilience.bench._job import BenchError, Job, kill_all
-from megatron_resilience.bench._report import Goal, check_writable, machine, missed, row, spread, write
+from megatron_resilience.bench._report import Goal, judged, machine, missed, parse, row, spread, write
 from megatron_resilience.observe.report import PHASES
 
 GOALS = (Goal("recovery_s", 3.0), Goal("ratio_to_restart", 10.0, at_least=True))
@@ -30,18 +29,7 @@ _TOLERANCE_S = 0.1
 
 def main(arguments: list[str]) -> int:
     """Runs the trials; returns 1 when a goal is missed or a trial fails."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_resilience.bench recovery",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report there")
-    parser.add_argument("--trials", type=int, default=5, help="default: 5")
-    parser.add_argument("--model", choices=_model.MODELS, default="standard", help="goals are for the standard one")
-    options = parser.parse_args(arguments)
-    if options.trials < 1:
-        parser.error(f"--trials {options.trials}: at least one is needed")
-    check_writable(options.json)
+    options = parse("recovery", __doc__, {"trials": (5, "nodes to kill, one after the other")}, arguments)
     return contained(functools.partial(_run, options))
 
 
@@ -58,10 +46,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     report |= summary(trials)
     print(_table(report))
     write(options.json, report)
-    problems = missed(GOALS, report) if options.model == "standard" else []
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    return int(bool(problems))
+    return judged(missed(GOALS, report) if options.model == "standard" else [])
 
 
 def summary(trials: list[dict[str, Any]]) -> dict[str, Any]:
