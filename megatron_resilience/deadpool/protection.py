@@ -206,11 +206,8 @@ class Protection:
         for thread in self._threads:
             thread.start()
 
-    def protect(self, generation: int, held_back: bool = False) -> None:
+    def protect(self, generation: int) -> None:
         """Starts protecting the state as it is now; called on entry to the step after ``generation``.
-
-        Args:
-            held_back: skip it, on all ranks.
 
         Raises:
             Interrupted: a newer epoch was published meanwhile.
@@ -220,7 +217,7 @@ class Protection:
             # Resumed from this very generation: it lies here already, but perhaps not at the partner's.
             self._rounds.put((generation, held))
             return
-        index = None if held_back else self._writable()
+        index = self._writable()
         if index is None:
             self._note_unprotected()
             self._rounds.put((generation, None))

@@ -174,16 +174,12 @@ class Session:
         if index is not None:
             self._state.load(views(self._segment.slots[index], self._state.inventory), volatile_only=True)
 
-    def protect(self, generation: int, held_back: bool = False) -> None:
-        """On entry to the step after ``generation``: protects the state as it stands.
-
-        Args:
-            held_back: nothing newer than what is protected may be (on all ranks alike): a recovery must go back that far.
-        """
+    def protect(self, generation: int) -> None:
+        """On entry to the step after ``generation``: protects the state as it stands."""
         assert self._protection is not None
         self._link.send("progress", generation=generation, in_step=True)
         self._check()
-        self._protection.protect(generation, held_back)
+        self._protection.protect(generation)
         if generation == self._first_generation and self._fresh:
             # Nothing may be lost from the first step on.
             self._protection.wait_committed(generation)

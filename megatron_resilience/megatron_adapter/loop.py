@@ -20,7 +20,6 @@ from megatron_resilience.control.node import ADDRESS, NEWCOMER, NODE
 from megatron_resilience.deadpool.config import DeadpoolConfig
 from megatron_resilience.deadpool.session import Place, Session
 from megatron_resilience.megatron_adapter import once
-from megatron_resilience.megatron_adapter.async_saves import AsyncSaves
 from megatron_resilience.megatron_adapter.data import DataCursors
 from megatron_resilience.megatron_adapter.repair import repair
 from megatron_resilience.megatron_adapter.startup import Newcomer
@@ -57,7 +56,6 @@ class Guard:
         self._state: MegatronState | None = None
         self._resumed = False
         self._once = seen
-        self._saves = AsyncSaves()
 
     def install(self) -> None:
         """Wraps the functions of ``megatron.training.training`` that ``train()`` calls through its module."""
@@ -109,19 +107,11 @@ class Guard:
         again = self._newcomer is not None
         while True:
             if again:
-                self._saves.give_up()
                 repair(model, optimizer, args, rerun_mode, [config])
                 self._cursors.rewind(args.consumed_train_samples, args.consumed_valid_samples, args.dataloader_type)
                 session.reload_volatile(generation)
                 self._resumed = True
                 self._once.resumes(state.out)
-                if state.loop.get("saving") and state.out[once.SAVED] < generation:
-                    operations, context = state.floating_point_operations, rest[0] if rest else None
-                    self._saves.begin_again(
-                        generation, model, optimizer, opt_param_scheduler, operations, context, train_data_iterator
-                    )
-                    repair(model, optimizer, args, rerun_mode, [config])
-                    session.reload_volatile(generation)
             try:
                 result = self._train(
                     forward_step_func,
@@ -156,10 +146,7 @@ class Guard:
         iteration = kwargs["iteration"]
         self._state.iteration = iteration
         self._once.generation_ends(iteration)
-        unfinished = self._saves.unfinished()
-        self._note_saved(unfinished, iteration)
-        self._state.loop["saving"] = iteration in unfinished
-        self._session.protect(iteration, held_back=bool(unfinished) and unfinished[0] < iteration)
+        self._session.protect(iteration)
         result = self._train_step(*args, **kwargs)
         self._session.after_step(iteration + 1)
         return result
@@ -206,12 +193,7 @@ class Guard:
         # Behind a barrier: the last rank has printed its results.
         self._once.is_out(once.EVALUATED, iteration)
         self._state.floating_point_operations = operations
-        result = self._checkpoint_and_decide_exit(model, optimizer, scheduler, iteration, operations, *rest, **kwargs)
-        self._saves.tail_ended(iteration)
-        return result
-
-    def _note_saved(self, unfinished: list[int], iteration: int) -> None:
-        self._once.is_out(once.SAVED, unfinished[0] - 1 if unfinished else iteration)
+        return self._checkpoint_and_decide_exit(model, optimizer, scheduler, iteration, operations, *rest, **kwargs)
 
     def _wrap_optimizer(self, optimizer: Any) -> None:
         step = optimizer.step

@@ -22,7 +22,7 @@ from megatron.training import global_vars, training
 
 from megatron_resilience.observe.trace import write_private
 
-LOGGED, EVALUATED, SAVED = 0, 1, 2
+LOGGED, EVALUATED = 0, 1
 """Places in the list of iterations that are out."""
 _NOTE = ".generations.json"
 _KEPT = 4
@@ -32,12 +32,12 @@ class Once:
     """Holds what is out.
 
     Attributes:
-        out: the last iteration whose line of the log is out, whose evaluation is, and whose asynchronous checkpoint is complete.
+        out: the last iteration whose line of the log is out, and the last whose evaluation is.
     """
 
     def __init__(self) -> None:
-        self.out = [0, 0, 0]
-        self._agreed = [0, 0, 0]
+        self.out = [0, 0]
+        self._agreed = [0, 0]
         self._quiet = False
         self._print: Callable[[str], None] = training.print_rank_last
 
@@ -61,7 +61,7 @@ class Once:
 
     def ends(self) -> None:
         """Training is over: what follows is shown whatever it is (the final evaluations share a step)."""
-        self._agreed = [0, 0, 0]
+        self._agreed = [0, 0]
         writer = global_vars._GLOBAL_TENSORBOARD_WRITER
         if isinstance(writer, OnceWriter):
             writer.take_all()

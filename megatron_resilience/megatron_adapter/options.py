@@ -26,7 +26,6 @@ KNOWN = frozenset(
     {
         "accumulate_allreduce_grads_in_fp32",
         "align_grad_reduce",
-        "async_save",
         "attention_dropout",
         "bf16",
         "ddp_bucket_size",

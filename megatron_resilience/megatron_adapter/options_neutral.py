@@ -123,7 +123,7 @@ _GROUPS: dict[str, str] = {
         non_persistent_local_ckpt_algo finetune pretrained_checkpoint ckpt_step use_checkpoint_args
         use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args
         exit_on_missing_checkpoint auto_detect_ckpt_format ckpt_convert_save
-        ckpt_convert_update_legacy_dist_opt_format ckpt_fully_parallel_save
+        ckpt_convert_update_legacy_dist_opt_format ckpt_fully_parallel_save async_strategy
         async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm ckpt_fully_parallel_load
         ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_save_process_group
         ckpt_fully_parallel_load_process_group ckpt_load_validate_sharding_integrity

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,15 +48,6 @@ def one_of(*values: str) -> When:
 def not_one_of(*values: str) -> When:
     """The value is given and not among ``values``."""
     return When(lambda value, args: value is not None and value not in values, "another")
-
-
-def _by_nvrx(value: Any, args: argparse.Namespace) -> bool:
-    # Without the package Megatron falls back to its own strategy.
-    installed = importlib.util.find_spec("nvidia_resiliency_ext") is not None
-    return value != "mcore" and installed and bool(getattr(args, "async_save", False))
-
-
-ASYNC_BY_NVRX = When(_by_nvrx, "nvrx")
 
 
 def exceeds(dest: str) -> When:
@@ -265,8 +255,11 @@ REFUSED: dict[str, Refusal] = {
     **_leave_out("it reads or writes logits by a loader of its own", "logits_save_dir", "logits_load_dir"),
     **_leave_out("rollouts, inference engines and their weights live outside the inventory", "perform_rl_step"),
     # Checkpoints
-    **_leave_out("its worker outlives the save, and a newcomer has none", "use_persistent_ckpt_worker"),
-    **_use("use mcore", "nobody has shown that its pending saves can be given up", "async_strategy", ASYNC_BY_NVRX),
+    **_leave_out(
+        "a pending save lives in other processes and is waited for by collectives that a newcomer lacks",
+        "async_save",
+        "use_persistent_ckpt_worker",
+    ),
     **_leave_out(
         "the cached save plan is missing on a newcomer, whose collectives would differ",
         "ckpt_assume_constant_structure",

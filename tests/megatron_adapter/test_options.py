@@ -39,26 +39,20 @@ def test_an_unclassified_option_is_noticed():
 
 def test_known_options_are_those_that_end_to_end_tests_use():
     used = {flag for configuration in CONFIGURATIONS.values() for flag in configuration.argv}
-    used |= {
-        "--load",
-        "--tensorboard-dir",
-        "--async-save",
-    }  # tests/e2e/test_load.py, test_seen_once.py, test_async_save.py
+    used |= {"--load", "--tensorboard-dir"}  # tests/e2e/test_load.py, test_seen_once.py
     known = {action.dest for action in ACTIONS if used & set(action.option_strings)}
     assert options.KNOWN - known == set()
 
 
 @pytest.mark.parametrize("dest", sorted(REFUSED))
-def test_refusal(dest, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+def test_refusal(dest):
     defaults = {action.dest: action.default for action in ACTIONS}
     refusal = REFUSED[dest]
     if dest not in options.OPTIONAL:
         flags = next(action.option_strings for action in ACTIONS if action.dest == dest)
         assert refusal.flag in flags
     assert options.refusals(argparse.Namespace(**defaults)) == []
-    others = {"async_save": True} if dest == "async_strategy" else {}
-    (message,) = options.refusals(argparse.Namespace(**(defaults | others | {dest: refusal.when.example})))
+    (message,) = options.refusals(argparse.Namespace(**(defaults | {dest: refusal.when.example})))
     assert message.startswith(refusal.flag)
     assert refusal.reason in message and message.endswith(refusal.remedy)
 

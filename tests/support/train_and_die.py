@@ -5,7 +5,7 @@ import megatron_resilience.autoload  # noqa: F401, I001
 # ranks of its node, or to itself alone (DIE_WHAT: node, which is the default, ranks or rank), DIE_AFTER seconds into the
 # function DIE_IN of iteration DIE_AT or the first one after it; or it hangs there as HANG says (loop, sleep, nap, freeze). Once:
 # a marker file remembers it. Or its rounds of protection are slow: SLOW_ROUNDS names generations that rank SLOW_RANK takes
-# a second and a half to begin to send. SLOW_WRITES: seconds that writing an asynchronous checkpoint takes longer.
+# a second and a half to begin to send.
 
 import json
 import os
@@ -17,7 +17,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import schedules
@@ -104,21 +103,6 @@ def leave():
     setattr(owner, name, leaving)
 
 
-def slow_writes(seconds):
-    original = TemporalAsyncCaller.schedule_async_call
-
-    def schedule(self, request):
-        write = request.async_fn
-
-        def written_later(*args, **kwargs):
-            time.sleep(seconds)
-            return write(*args, **kwargs)
-
-        return original(self, request if write is None else request._replace(async_fn=written_later))
-
-    TemporalAsyncCaller.schedule_async_call = schedule
-
-
 def slow():
     generations = set(json.loads(os.environ["SLOW_ROUNDS"]))
     original = Protection._round
@@ -132,7 +116,6 @@ def slow():
 
 
 if __name__ == "__main__":
-    slow_writes(float(os.environ.get("SLOW_WRITES", "0")))
     if "SLOW_ROUNDS" in os.environ:
         if os.environ["RANK"] == os.environ["SLOW_RANK"]:
             slow()
