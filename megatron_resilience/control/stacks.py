@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import faulthandler
 import linecache
 import os
@@ -38,7 +39,7 @@ class StackFile:
         """
         before = self._size()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, SIGNAL)
+            _signal_main_thread(pid)
             os.kill(pid, signal.SIGCONT)
         deadline, size, still = time.monotonic() + _PATIENCE_S, before, 0
         while time.monotonic() < deadline and still < _STILL:
@@ -55,6 +56,21 @@ class StackFile:
 
     def _size(self) -> int:
         return os.fstat(self.fd).st_size
+
+
+def _signal_main_thread(pid: int) -> None:
+    """To the main thread itself: when it was stopped it shows where, before it does anything else.
+
+    A signal to the process goes to whichever thread wakes first, and the main thread runs on meanwhile.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        tgkill = libc.tgkill
+    except AttributeError:  # a C library from before 2020
+        os.kill(pid, SIGNAL)
+        return
+    if tgkill(pid, pid, int(SIGNAL)) != 0:
+        raise OSError(number := ctypes.get_errno(), os.strerror(number))
 
 
 def write_on_signal(fd: int) -> None:

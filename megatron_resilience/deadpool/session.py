@@ -246,7 +246,8 @@ class Session:
         """Store and groups of the epoch, and an exchange of the transports beneath the handles."""
         rank = self._state.rank
         self._release()
-        self._register(epoch, store := StoreClient(*epoch.store, epoch.token, MEETING_TIMEOUT_S))
+        store = StoreClient(*epoch.store, epoch.token, MEETING_TIMEOUT_S, lambda: self._check(epoch.number))
+        self._register(epoch, store)
         self._store = store
         gloo = GlooFabric(store.store, rank, self._place.address, self._timeout_s)
         self._register(epoch, gloo)

@@ -7,14 +7,20 @@ holds nothing but the addresses at which gloo and NCCL meet.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import socket
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from megatron_resilience.errors import ControlError
 from megatron_resilience.transport.sockets import connected_sockets, shut
+
+_CHECK_S = 0.05
 
 
 def host_store(address: str) -> dist.TCPStore:
@@ -40,14 +46,47 @@ def host_store(address: str) -> dist.TCPStore:
     )
 
 
-class StoreClient:
-    """A connection to an epoch's store whose blocked calls can be ended from another thread."""
+def _connect(address: str, port: int, timeout_s: float, check: Callable[[], None]) -> dist.TCPStore:
+    """A connection, made beside the calling thread: torch tries for ``timeout_s`` and more where nobody listens."""
+    made: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
 
-    def __init__(self, address: str, port: int, token: str, timeout_s: float) -> None:
+    def connect() -> None:
+        limit = timedelta(seconds=timeout_s)
+        try:
+            made.put(dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit))
+        except Exception as error:
+            made.put(error)
+
+    threading.Thread(target=connect, name="connect-store", daemon=True).start()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            result = made.get(timeout=_CHECK_S)
+            break
+        check()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+class StoreClient:
+    """A connection to an epoch's store whose blocked calls can be ended from another thread.
+
+    Args:
+        address: of the store.
+        port: of the store.
+        token: the epoch's secret prefix of all keys.
+        timeout_s: of connecting, and of any single call.
+        check: raises when nobody wants this store any more; its host may be gone before we come.
+
+    Raises:
+        RuntimeError: nobody answers there.
+    """
+
+    def __init__(
+        self, address: str, port: int, token: str, timeout_s: float, check: Callable[[], None] = lambda: None
+    ) -> None:
         before = connected_sockets()
-        store = dist.TCPStore(
-            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
+        store = _connect(address, port, timeout_s, check)
         # A copy of the descriptor: the number itself may be somebody else's by the time we abort.
         self._sockets = [os.dup(fd) for fd in connected_sockets() - before]
         self.store = dist.PrefixStore(token, store)

@@ -75,7 +75,7 @@ class Job:
         self.wire: list[tuple[int, int, int, int | None]] = []
         self.outcomes: dict[int, bool] = {}
         self.contributions: dict[int, dict[int, bool]] = {}
-        self.protected_from = 0
+        self.said = False
         self._place()
 
     # -- what may happen ---------------------------------------------------------------------------
@@ -177,7 +177,9 @@ class Job:
 
     def _learn(self, rank: Rank) -> None:
         current = rank.rounds.pop(0)
-        rank.ledger.resolve(current.generation, self.outcomes[current.generation])
+        committed = self.outcomes[current.generation]
+        rank.ledger.resolve(current.generation, committed)
+        self.said |= committed
 
     # -- deaths ------------------------------------------------------------------------------------
 
@@ -187,8 +189,8 @@ class Job:
         return max(known, default=None)
 
     def protected(self) -> bool:
-        """A round of this epoch was committed: what the last recovery lost is replicated again."""
-        return any(self.outcomes.values())
+        """Some rank learned that a round of this epoch was committed: what was lost is replicated again, and it is said."""
+        return self.said
 
     def kill(self, dead: set[str]) -> RestorePlan:
         """Nodes die with their memory, newcomers take their ranks; training goes on from what the plan says.
@@ -218,7 +220,7 @@ class Job:
             if before.node not in dead:
                 rank.kept = before.kept
         self.ranks = fresh
-        self.newest, self.wire, self.outcomes, self.contributions = plan.generation, [], {}, {}
+        self.newest, self.wire, self.outcomes, self.contributions, self.said = plan.generation, [], {}, {}, False
         self._place()
         for rank in self.ranks:
             for segment in rank.kept.values():
