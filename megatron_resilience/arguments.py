@@ -37,6 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="YAML with the settings below, by name without the prefix; a flag overrides it",
     )
+    group.add_argument(
+        "--hotswap-parallelism",
+        action="store_true",
+        help="let the parallel layout and the number of ranks change while the job trains (with --deadpool)",
+    )
+    group.add_argument(
+        "--hotswap-schedule",
+        type=Path,
+        metavar="FILE",
+        help="YAML, iteration to layout: `100: TP2 PP2 DP2` changes to that layout after iteration 100",
+    )
     for setting in fields(DeadpoolConfig):
         kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _boolean}
         group.add_argument(
@@ -54,6 +65,15 @@ def config_from(args: argparse.Namespace) -> DeadpoolConfig | None:
     Raises:
         ConfigurationError: names the flag or file at fault.
     """
+    if args.hotswap_schedule is not None and not args.hotswap_parallelism:
+        raise ConfigurationError(
+            "--hotswap-schedule does nothing without --hotswap-parallelism: add it, or leave both out"
+        )
+    if args.hotswap_parallelism and not args.deadpool:
+        raise ConfigurationError(
+            "--hotswap-parallelism moves the copies of the state that --deadpool keeps: add --deadpool (on a single node with "
+            "--deadpool-replicas 0)"
+        )
     given = {name: getattr(args, _dest(name), None) for name in DeadpoolConfig.names()}
     given = {name: value for name, value in given.items() if value is not None}
     if not args.deadpool:

@@ -278,6 +278,8 @@ class Agent:
         for process in self.node.ranks.values():
             for message in process.said.values():
                 self._leader.message(self._id, message)
+        # A change of layout that the predecessor had not ended is given up.
+        self._leader.end_unfinished_switch()
         for node in list(self._leader.machine.alive):
             if node != self._id and node not in self._followers:
                 self._leader.lost(node, passed.get(node, Evidence.SILENT))
@@ -326,6 +328,15 @@ class Agent:
         elif kind == "running":
             self._running = True
             self._prepare()
+        elif kind == "prepare":
+            self.node.prepare_next(Epoch.from_json(message["epoch"]))
+        elif kind in ("hold", "stop_at"):
+            self.node.tell_all(message)
+        elif kind == "abandon":
+            self.node.end_next()
+            self.node.tell_all({"kind": "resume"})
+        elif kind == "switched":
+            self._take_next(Epoch.from_json(message["epoch"]))
         elif kind == "survey":
             self._spawn(self._overseer.survey(message["survey"]))
         elif kind == "end_rank":
@@ -338,10 +349,21 @@ class Agent:
     def _enter(self, epoch: Epoch) -> None:
         if self._epoch is not None and epoch.number <= self._epoch.number:
             return
+        if self.node.next_epoch is not None and epoch.number == self.node.next_epoch.number:
+            # Word of the switch got lost with a leader.
+            self._take_next(epoch)
+            return
         self._epoch = epoch
         self._running = False
         self.node.enter(epoch)
         asyncio.get_running_loop().call_later(UNBLOCK_TIMEOUT_S, self._unblock, epoch)
+
+    def _take_next(self, epoch: Epoch) -> None:
+        """The next world is this one; what is left of the old one on this node is ended."""
+        if self._epoch is not None and epoch.number <= self._epoch.number:
+            return
+        self._epoch = epoch
+        self.node.take_next(epoch)
 
     def _unblock(self, epoch: Epoch) -> None:
         """Kills what did not leave the dead world; a killed rank is started again in place."""
@@ -378,7 +400,14 @@ class Agent:
         if kind == "memory":
             self.node.provide_memory(process, message["sizes"])
         elif kind == "drop_memory":
-            self.node.drop_memory(process.rank, message["owners"])
+            self.node.drop_memory(process, message["owners"])
+        elif kind == "shelf":
+            self.node.keep_shelf(process, received[1][0], message["size"])
+        elif kind == "borrow":
+            self.node.lend(process, message["world"], message["sources"])
+        elif self.node.next.get(process.rank) is process:
+            message.setdefault("rank", process.rank)
+            self._report(process, message)
         elif self.node.ranks.get(process.rank) is process:
             message.setdefault("rank", process.rank)
             self._report(process, message)
@@ -423,7 +452,7 @@ class Agent:
                 {
                     "kind": "exited",
                     "rank": process.rank,
-                    "epoch": self._epoch.number,
+                    "epoch": process.ready_epoch if process.world > self.node.world else self._epoch.number,
                     "status": status,
                     "generation": process.pulse.generation,
                     "hung": process.hung,

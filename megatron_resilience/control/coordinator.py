@@ -17,8 +17,9 @@ from typing import Any
 
 from megatron_resilience.control.classification import WINDOW, Decision, Fault, Sign, classify
 from megatron_resilience.control.membership import Evidence, may_go_on
+from megatron_resilience.control.switching import Switch, Wish, target_of
 from megatron_resilience.deadpool.recovery import Holding, RestorePlan, plan_restore
-from megatron_resilience.errors import StateError
+from megatron_resilience.errors import ConfigurationError, StateError
 from megatron_resilience.topology.epoch import Epoch
 
 _REMEMBERED = 5
@@ -161,6 +162,41 @@ class RankFatal:
 
     rank: int
     error: str
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class SwitchAsked:
+    """Somebody wants another layout."""
+
+    wish: Wish
+
+
+@dataclass(frozen=True)
+class RankHeld:
+    """A rank goes no further than to generation ``limit`` without further word."""
+
+    rank: int
+    epoch: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class RankPrepared:
+    """A rank of the next world waits for its state."""
+
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class RankParked:
+    """A rank of this world stands still at the agreed generation, sealed in ``slot``."""
+
+    rank: int
+    epoch: int
+    generation: int
+    slot: int
 
 
 @dataclass(frozen=True)
@@ -180,6 +216,10 @@ Event = (
     | RankBroken
     | RankFinished
     | RankFatal
+    | SwitchAsked
+    | RankHeld
+    | RankPrepared
+    | RankParked
     | Tick
 )
 
@@ -216,7 +256,40 @@ class Note:
     fields: dict[str, Any]
 
 
-Action = Publish | SendPlan | Stop | Note
+@dataclass(frozen=True)
+class Prepare:
+    """Start the next world beside this one (the leader adds store and token)."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Ask every rank for the generation that it will not pass."""
+
+
+@dataclass(frozen=True)
+class StopAt:
+    """Tell every rank where to park."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Switched:
+    """The next world is this one."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """End the next world; this one goes on."""
+
+    why: str
+
+
+Action = Publish | SendPlan | Stop | Note | Prepare | Hold | StopAt | Switched | Abandon
 
 
 @dataclass
@@ -238,6 +311,9 @@ class Coordinator:
     history: list[str] = field(default_factory=list)
     fruitless: int = 0
     store_node: str = ""
+    numbers: int = 0
+    switch: Switch | None = None
+    wish: Wish | None = None
     _ready: set[int] = field(default_factory=set)
     _joined: set[int] = field(default_factory=set)
     _finished: set[int] = field(default_factory=set)
@@ -269,7 +345,11 @@ class Coordinator:
             RankJoined: self._rank_joined,
             RankBroken: self._rank_broken,
             RankFinished: self._rank_finished,
-            RankFatal: lambda e, _: self._stop(1, e.error),
+            RankFatal: self._rank_fatal,
+            SwitchAsked: self._switch_asked,
+            RankHeld: self._rank_held,
+            RankPrepared: self._rank_prepared,
+            RankParked: self._rank_parked,
             Tick: self._tick,
         }
         return handlers[type(event)](event, now)
@@ -312,6 +392,8 @@ class Coordinator:
         if self.epoch is None:
             return actions
         if event.node not in self.epoch.slots:
+            if self.switch is not None and event.node in self.switch.target.slots:
+                actions += self._abandon(f"node {event.node} of the new layout is gone")
             if event.node == self.store_node and self.phase in (Phase.STARTING, Phase.RECOVERING):
                 actions += self._again(f"node {event.node}, where ranks were meeting, is gone ({event.evidence})")
             return actions
@@ -339,6 +421,8 @@ class Coordinator:
 
     def _rank_exited(self, event: RankExited, now: float) -> list[Action]:
         epoch = self.epoch
+        if self._of_switch(event.epoch):
+            return self._abandon(f"rank {event.rank} of the new layout ended with status {event.status}")
         if epoch is None or event.epoch > epoch.number or event.node not in epoch.slots:
             return []
         if event.rank not in epoch.ranks_of(event.node):
@@ -423,6 +507,9 @@ class Coordinator:
         return [SendPlan(plan), Note("plan", {"epoch": plan.epoch, "generation": plan.generation})]
 
     def _rank_joined(self, event: RankJoined, now: float) -> list[Action]:
+        if self._of_switch(event.epoch):
+            assert self.switch is not None
+            return self._take_next() if self.switch.join(event.rank) else []
         if not self._is_current(event.epoch):
             return []
         assert self.epoch is not None
@@ -432,7 +519,9 @@ class Coordinator:
             return []
         self.phase = Phase.RUNNING
         self._down.clear()
-        return [Note("running", {"epoch": event.epoch, "generation": event.generation})]
+        actions: list[Action] = [Note("running", {"epoch": event.epoch, "generation": event.generation})]
+        wish, self.wish = self.wish, None
+        return actions + (self._switch_asked(SwitchAsked(wish), now) if wish else [])
 
     def first_step(self) -> None:
         """Notes that a step was completed: from now on start-up state is history."""
@@ -440,6 +529,8 @@ class Coordinator:
         self.fruitless = 0
 
     def _rank_broken(self, event: RankBroken, now: float) -> list[Action]:
+        if self._of_switch(event.epoch):
+            return self._abandon(f"rank {event.rank} of the new layout lost its connections: {event.error}")
         if not self._is_current(event.epoch):
             return []
         assert self.epoch is not None
@@ -461,7 +552,83 @@ class Coordinator:
             return []
         self.phase = Phase.FINISHING
         self._broken_at = None
-        return [Note("finishing", {})]
+        return [*self._abandon("training has ended"), Note("finishing", {})]
+
+    def _rank_fatal(self, event: RankFatal, now: float) -> list[Action]:
+        return self._abandon(event.error) if self._of_switch(event.epoch) else self._stop(1, event.error)
+
+    # -- changes of layout -------------------------------------------------------------------------
+
+    def _switch_asked(self, event: SwitchAsked, now: float) -> list[Action]:
+        wish = event.wish
+        if self.switch is not None or self.phase in (Phase.FINISHING, Phase.FORMING):
+            why = "another change is under way" if self.switch is not None else f"the job is {self.phase}"
+            return [Note("switch_refused", {"layout": wish.layout, "why": why})]
+        if self.phase is not Phase.RUNNING:
+            self.wish = wish
+            return []
+        assert self.epoch is not None
+        try:
+            target = target_of(wish, self.epoch, self.waiting_spares, self._next_number())
+        except ConfigurationError as error:
+            return [Note("switch_refused", {"layout": wish.layout, "why": str(error)})]
+        target = replace(target, domains=tuple(self.domains[node] for node in target.slots))
+        self.switch = Switch(target, wish.at, now)
+        actions: list[Action] = [Prepare(target), Note("preparing", {"epoch": target.number, "layout": wish.layout})]
+        return actions if self.switch.asap else [*actions, Hold()]
+
+    def _rank_held(self, event: RankHeld, now: float) -> list[Action]:
+        if self.switch is None or event.epoch != self.switch.before.number:
+            return []
+        agreed = self.switch.held(event.rank, event.limit)
+        return [] if agreed is None else [StopAt(agreed), Note("switch_agreed", {"generation": agreed})]
+
+    def _rank_prepared(self, event: RankPrepared, now: float) -> list[Action]:
+        if not self._of_switch(event.epoch):
+            return []
+        assert self.switch is not None
+        if not self.switch.ready(event.rank):
+            return []
+        actions: list[Action] = [Note("prepared", {"epoch": event.epoch})]
+        return actions + ([Hold()] if self.switch.asap else self._maybe_move(now))
+
+    def _rank_parked(self, event: RankParked, now: float) -> list[Action]:
+        if self.switch is None or event.epoch != self.switch.before.number:
+            return []
+        self.switch.park(event.rank, event.generation, event.slot)
+        self.switch.since = now
+        return self._maybe_move(now)
+
+    def _maybe_move(self, now: float) -> list[Action]:
+        assert self.switch is not None
+        plan = self.switch.plan()
+        if plan is None:
+            return []
+        self.switch.since = now
+        return [SendPlan(plan), Note("moving", {"epoch": plan.epoch, "generation": plan.generation})]
+
+    def _take_next(self) -> list[Action]:
+        """The point of no return: the new world holds everything, and copies of it on other nodes."""
+        assert self.switch is not None
+        target, self.switch = self.switch.target, None
+        self.epoch = replace(target, before=None)
+        self._joined = set(range(target.world_size))
+        self._ready, self._finished, self._exited, self._down = set(), set(), set(), set()
+        self._broken_at, self._broken, self._planned = None, set(), True
+        return [Switched(self.epoch), Note("switched", {"epoch": target.number, "layout": target.layout})]
+
+    def _abandon(self, why: str) -> list[Action]:
+        if self.switch is None:
+            return []
+        layout, self.switch = self.switch.target.layout, None
+        return [Abandon(why), Note("switch_abandoned", {"layout": layout, "why": why})]
+
+    def _of_switch(self, epoch: int) -> bool:
+        return self.switch is not None and epoch == self.switch.target.number
+
+    def _next_number(self) -> int:
+        self.numbers = max(self.numbers, self.epoch.number if self.epoch else 0) + 1
+        return self.numbers
 
     def _tick(self, event: Tick, now: float) -> list[Action]:
         grace = self.settings.join_grace_s
@@ -471,6 +638,8 @@ class Coordinator:
             )
         if self._broken_at is not None and now - self._broken_at > self.settings.broken_grace_s:
             return self._renew()
+        if self.switch is not None and (late := self.switch.overdue(now)):
+            return self._abandon(late)
         return []
 
     # -- epochs ------------------------------------------------------------------------------------
@@ -506,8 +675,9 @@ class Coordinator:
         return self._publish(
             replace(
                 self.epoch,
-                number=self.epoch.number + 1,
+                number=self._next_number(),
                 cause=cause,
+                before=None,
                 slots=slots or self.epoch.slots,
                 fresh=fresh or not begun,
                 newcomers=tuple(sorted({*newcomers, *waiting})),
@@ -520,10 +690,14 @@ class Coordinator:
         self.phase = Phase.STARTING if epoch.fresh else Phase.RECOVERING
         self._ready, self._joined, self._finished, self._exited = set(), set(), set(), set()
         self._held, self._planned, self._broken_at, self._broken = {}, False, None, set()
-        return [Publish(epoch), Note("epoch", {"epoch": epoch.number, "cause": epoch.cause})]
+        return [
+            *self._abandon(epoch.cause),
+            Publish(epoch),
+            Note("epoch", {"epoch": epoch.number, "cause": epoch.cause}),
+        ]
 
     def _stop(self, status: int, message: str) -> list[Action]:
-        self.phase = Phase.ENDED
+        self.phase, self.switch = Phase.ENDED, None
         return [Stop(status, message), Note("stopped", {"status": status, "message": message})]
 
     def _is_current(self, epoch: int) -> bool:
@@ -548,6 +722,7 @@ class Coordinator:
             "history": self.history,
             "fruitless": self.fruitless,
             "store_node": self.store_node,
+            "numbers": self.numbers,
         }
 
     @classmethod
@@ -569,4 +744,5 @@ class Coordinator:
             history=list(data["history"]),
             fruitless=data["fruitless"],
             store_node=data["store_node"],
+            numbers=data["numbers"],
         )

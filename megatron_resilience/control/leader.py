@@ -12,10 +12,13 @@ from megatron_resilience.control import coordinator as c
 from megatron_resilience.control.hang import Finding, Standing
 from megatron_resilience.control.membership import Evidence
 from megatron_resilience.control.survey import Surveys
+from megatron_resilience.control.switching import Wish
 from megatron_resilience.deadpool.recovery import Holding
 from megatron_resilience.observe.console import say
 from megatron_resilience.observe.events import EventLog
 from megatron_resilience.observe.report import Recovery, phases
+from megatron_resilience.observe.switch import SwitchTimes
+from megatron_resilience.topology.epoch import Epoch
 
 
 class Leader:
@@ -43,6 +46,8 @@ class Leader:
         self._send = send
         self._events = events
         self._store: Any = None
+        self._next_store: Any = None
+        self._switching = SwitchTimes()
         self._last_state: dict[str, Any] | None = None
         self.version = 0
         self._evidence_at: float | None = None
@@ -86,7 +91,18 @@ class Leader:
         elif kind == "finished":
             self.event(c.RankFinished(rank, message["epoch"]))
         elif kind == "fatal":
-            self.event(c.RankFatal(rank, message["error"]))
+            self.event(c.RankFatal(rank, message["error"], message["epoch"]))
+        elif kind == "wish":
+            wish = Wish(message["layout"], message["ranks"], tuple(message["nodes"]), message["at"])
+            self.event(c.SwitchAsked(wish))
+        elif kind == "held":
+            self.event(c.RankHeld(rank, message["epoch"], message["limit"]))
+        elif kind == "prepared":
+            self._switching.prepared(message)
+            self.event(c.RankPrepared(rank, message["epoch"]))
+        elif kind == "parked":
+            self._switching.parked(message)
+            self.event(c.RankParked(rank, message["epoch"], message["generation"], message["slot"]))
         elif kind == "stepped":
             self._stepped(rank, message)
         else:
@@ -100,6 +116,10 @@ class Leader:
         self._last_state = None
         self._share_state()
 
+    def end_unfinished_switch(self) -> None:
+        """As successor: ends what the predecessor may have begun."""
+        self._broadcast({"kind": "abandon"})
+
     def _stepped(self, rank: int, message: dict[str, Any]) -> None:
         epoch = self.machine.epoch
         if epoch is None or message["epoch"] != epoch.number:
@@ -110,6 +130,8 @@ class Leader:
             return
         if epoch.fresh:
             self._events.write("training", epoch=epoch.number)
+        elif self._switching.number == epoch.number:
+            self._say_switched(epoch)
         else:
             seconds = phases(self._evidence_at or self._published_at, self._published_at, self._times)
             again = max(0, self._newest - self._resumed)
@@ -126,6 +148,11 @@ class Leader:
             say(recovery.text())
         self._evidence_at = None
         self._share_state()
+
+    def _say_switched(self, epoch: Epoch) -> None:
+        summary = self._switching.summary(epoch, self._resumed, self._times)
+        self._events.write("switch_done", **summary.to_json())
+        say(summary.text())
 
     # -- hangs -------------------------------------------------------------------------------------
 
@@ -166,12 +193,30 @@ class Leader:
                 say(f"epoch {action.epoch.number}: {action.epoch.cause}")
                 assert self.machine.epoch is not None
                 self._broadcast({"kind": "epoch", "epoch": self.machine.epoch.to_json()})
+            elif isinstance(action, c.Prepare):
+                self._prepare(action.epoch)
+            elif isinstance(action, c.Hold):
+                self._broadcast({"kind": "hold"})
+            elif isinstance(action, c.StopAt):
+                self._broadcast({"kind": "stop_at", "generation": action.generation})
+            elif isinstance(action, c.Abandon):
+                self._next_store = None
+                say(f"the change of layout is given up, training goes on as it was: {action.why}")
+                self._broadcast({"kind": "abandon"})
+            elif isinstance(action, c.Switched):
+                self._times = {}
+                self._store, self._next_store = self._next_store, None
+                self.machine.store_node = self._node
+                self._broadcast({"kind": "switched", "epoch": action.epoch.to_json()})
             elif isinstance(action, c.SendPlan):
+                self._switching.moving()
                 self._broadcast({"kind": "plan", "plan": action.plan.to_json()})
             elif isinstance(action, c.Note):
                 self._events.write(action.kind, **action.fields)
-                if action.kind == "running":
+                if action.kind in ("running", "switched"):
                     self._broadcast({"kind": "running"})
+                elif action.kind == "switch_refused":
+                    say(f"the change to {action.fields['layout']} is refused: {action.fields['why']}")
             elif isinstance(action, c.Stop):
                 self.result = (action.status, action.message)
                 self._broadcast({"kind": "stop", "status": action.status, "message": action.message})
@@ -186,6 +231,18 @@ class Leader:
         self.machine.store_node = self._node
         self._published_at = time.time()
         self._times = {}
+
+    def _prepare(self, epoch: Epoch) -> None:
+        """Has the next world started; its ranks meet at a store of their own."""
+        from megatron_resilience.transport.store import host_store
+
+        self._next_store = host_store(self._address)
+        store = (self._address, self._next_store.port)
+        assert self.machine.switch is not None
+        self.machine.switch.target = replace(epoch, store=store, token=secrets.token_hex(16))
+        self._switching = SwitchTimes(epoch.number)
+        say(f"epoch {epoch.number} is being prepared: {epoch.cause}")
+        self._broadcast({"kind": "prepare", "epoch": self.machine.switch.target.to_json()})
 
     def _share_state(self) -> None:
         state = self.machine.to_json()

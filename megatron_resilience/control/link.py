@@ -27,6 +27,7 @@ class AgentLink:
     Args:
         channel: this rank's end.
         on_epoch: called on the link's thread as soon as a newer epoch is known; must not block.
+        given_up: how many changes of layout were.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -35,6 +36,13 @@ class AgentLink:
         self._epoch: Epoch | None = None
         self._plans: dict[int, RestorePlan] = {}
         self._memory: list[tuple[dict[str, Any], list[int]]] = []
+        self._lent: list[tuple[dict[str, Any], list[int]]] = []
+        self._gone = 0
+        self.given_up = 0
+        self._entered = -1
+        self._trains_in = 0
+        self._limit: int | None = None
+        self._stop_at: int | None = None
         self.on_epoch: Callable[[Epoch], None] = lambda _: None
         threading.Thread(target=self._read, name="agent-link", daemon=True).start()
 
@@ -46,14 +54,14 @@ class AgentLink:
         text = os.environ.get(AGENT_FD)
         return None if text is None else cls(Channel(socket.socket(fileno=int(text))))
 
-    def send(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, fds: list[int] | None = None, **fields: Any) -> None:
         """Tells the agent something; ``time`` (``time.time()``, seconds) is added.
 
         Raises:
             ControlError: the agent is gone.
         """
         try:
-            self._channel.send({"kind": kind, "time": time.time(), **fields})
+            self._channel.send({"kind": kind, "time": time.time(), **fields}, fds)
         except OSError as error:
             raise ControlError(f"this rank's node agent is gone ({error})") from error
 
@@ -107,6 +115,76 @@ class AgentLink:
             raise ControlError(message["error"])
         return dict(zip(message["ranks"], fds, strict=True))
 
+    def borrow(self, world: int, sources: list[tuple[int, int]]) -> dict[int, tuple[dict[str, Any], list[int]]]:
+        """Memory of another world's ranks that lies on this node.
+
+        Args:
+            world: number of the world.
+            sources: ``(owner, holder)`` of each segment.
+
+        Returns:
+            By owner: sizes (``bytes``, ``table_bytes``), and the descriptors of segment and table.
+
+        Raises:
+            ControlError: it is not there; the message says what is missing.
+        """
+        self.send("borrow", world=world, sources=sources)
+        with self._condition:
+            self._condition.wait_for(lambda: len(self._lent) == len(sources) or self._lent_error() is not None)
+            error, lent, self._lent = self._lent_error(), self._lent, []
+        if error is not None:
+            raise ControlError(error)
+        return {message["owner"]: (message, fds) for message, fds in lent}
+
+    def _lent_error(self) -> str | None:
+        return next((message["error"] for message, _ in self._lent if "error" in message), None)
+
+    # -- changes of layout -------------------------------------------------------------------------
+
+    def trains(self, epoch: int, generation: int) -> None:
+        """This rank is about to train from a generation on, in an epoch; what was said in earlier ones is over."""
+        with self._condition:
+            self._trains_in, self._entered = epoch, generation - 1
+            self._limit = self._stop_at = None
+
+    def may_enter(self, generation: int) -> bool:
+        """On entry to the step after ``generation``: waits for the word that it may be taken; False: park here.
+
+        Raises:
+            Interrupted: a newer epoch came.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self._limit is None or generation < self._limit or self._superseded())
+            if self._superseded():
+                raise Interrupted
+            self._entered = max(self._entered, generation)
+            return self._stop_at != generation
+
+    def wait_resumed(self, generation: int) -> None:
+        """Parked at ``generation``: returns when the change of layout was given up.
+
+        Raises:
+            Interrupted: a newer epoch came.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self._stop_at != generation or self._superseded())
+            if self._superseded():
+                raise Interrupted
+
+    def wait_go(self, epoch: int) -> None:
+        """In a new world: returns when it is the one that trains.
+
+        Raises:
+            Interrupted: a newer epoch came.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self._gone >= epoch or self.latest() > epoch)
+            if self.latest() > epoch:
+                raise Interrupted
+
+    def _superseded(self) -> bool:
+        return self.latest() > self._trains_in
+
     def _read(self) -> None:
         while True:
             received = self._channel.receive()
@@ -130,4 +208,17 @@ class AgentLink:
                     self._plans[plan.epoch] = plan
                 elif kind == "memory":
                     self._memory.append((message, fds))
+                elif kind == "lent":
+                    self._lent.append((message, fds))
+                elif kind == "go":
+                    self._gone = message["epoch"]
+                elif kind == "hold":
+                    self._limit = self._entered + 1
+                    with contextlib.suppress(ControlError):
+                        self.send("held", epoch=self._trains_in, limit=self._limit)
+                elif kind == "stop_at":
+                    self._stop_at, self._limit = message["generation"], None
+                elif kind == "resume":
+                    self._stop_at = self._limit = None
+                    self.given_up += 1
                 self._condition.notify_all()

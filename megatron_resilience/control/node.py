@@ -31,6 +31,7 @@ class RankProcess:
         channel: our end.
         pid: once the zygote has told it.
         newcomer: it runs its start-up alone.
+        world: that it belongs to (``Epoch.world``).
         killed: we ended it on purpose, its exit is no news.
         hung: why it was ended for making no progress.
         pulse: its signs of life.
@@ -40,6 +41,7 @@ class RankProcess:
     rank: int
     channel: Channel
     newcomer: bool
+    world: int = 1
     pid: int | None = None
     killed: bool = False
     hung: str = ""
@@ -86,7 +88,11 @@ class Node:
         self._last_ticket = 0
         self.ranks: dict[int, RankProcess] = {}
         self.skeletons: dict[int, RankProcess] = {}
-        self._memory: dict[tuple[int, int], SharedMemory] = {}
+        self.world = 1
+        self.next: dict[int, RankProcess] = {}
+        self.next_epoch: Epoch | None = None
+        self._memory: dict[tuple[int, int, int], SharedMemory] = {}
+        self._shelves: dict[tuple[int, int], SharedMemory] = {}
 
     # -- processes ---------------------------------------------------------------------------------
 
@@ -97,8 +103,10 @@ class Node:
         promoted, and what is missing starts alone. What holds no slot any more is ended.
         """
         mine = epoch.ranks_of(self.node)
+        self.end_next()
         if epoch.fresh:
             self.end_all()
+        self.world = epoch.world
         for rank in list(self.ranks):
             if rank not in mine:
                 self.ranks.pop(rank).kill()
@@ -118,14 +126,75 @@ class Node:
 
     def prepare(self, epoch: Epoch, slots: int) -> None:
         """On a spare: starts ranks for the first ``slots`` slots, which wait at the door of training."""
-        for rank in range(min(slots, len(epoch.slots)) * epoch.nproc_per_node):
+        for rank in range(min(slots * epoch.nproc_per_node, epoch.world_size)):
             if rank not in self.skeletons:
                 self.skeletons[rank] = self._start(rank, epoch, newcomer=True)
 
     def plan(self, message: dict[str, Any]) -> None:
         """Passes a restore plan on to the ranks."""
+        for process in [*self.ranks.values(), *self.next.values()]:
+            self.tell(process, message)
+
+    def tell_all(self, message: dict[str, Any]) -> None:
+        """Passes a message on to the ranks that train."""
         for process in self.ranks.values():
             self.tell(process, message)
+
+    # -- the next world ----------------------------------------------------------------------------
+
+    def prepare_next(self, epoch: Epoch) -> None:
+        """Starts this node's ranks of the next world beside those that train."""
+        self.end_next()
+        self.next_epoch = epoch
+        mine = epoch.ranks_of(self.node)
+        if mine:
+            self.end_skeletons()
+        for rank in mine:
+            self.next[rank] = self._start(rank, epoch, newcomer=True)
+            self.tell(self.next[rank], {"kind": "epoch", "epoch": epoch.to_json()})
+
+    def end_next(self) -> None:
+        """Ends the next world's ranks, and gives their memory back."""
+        if self.next_epoch is None:
+            return
+        for process in self.next.values():
+            process.kill()
+        self._free_memory(self.next_epoch.world)
+        self.next, self.next_epoch = {}, None
+
+    def take_next(self, epoch: Epoch) -> None:
+        """Makes the next world this node's; the old one's ranks end, and their memory is given back."""
+        for process in self.ranks.values():
+            process.kill()
+        self.end_skeletons()
+        self._free_memory(self.world)
+        self.ranks, self.next, self.next_epoch, self.world = self.next, {}, None, epoch.world
+        for process in self.ranks.values():
+            process.ready_epoch = epoch.number
+            self.tell(process, {"kind": "go", "epoch": epoch.number})
+
+    def keep_shelf(self, process: RankProcess, fd: int, size: int) -> None:
+        """Keeps the table of a rank's segment, with which others can read it."""
+        self._shelves[process.world, process.rank] = SharedMemory(fd, size)
+
+    def lend(self, process: RankProcess, world: int, sources: list[list[int]]) -> None:
+        """Hands a rank the memory of another world: of each source its holder's segment, and the owner's table.
+
+        Args:
+            sources: ``(owner, holder)``.
+        """
+        for owner, holder in sources:
+            memory, shelf = self._memory.get((world, holder, owner)), self._shelves.get((world, owner))
+            if memory is None or shelf is None:
+                self.tell(
+                    process, {"kind": "lent", "error": f"node {self.node} holds no copy of rank {owner} any more"}
+                )
+                return
+            sizes = {"owner": owner, "bytes": memory.size, "table_bytes": shelf.size}
+            try:
+                process.channel.send({"kind": "lent", **sizes}, [memory.fd, shelf.fd])
+            except OSError:
+                return
 
     def end_skeletons(self) -> None:
         """Ends the ranks that wait for a promotion."""
@@ -158,6 +227,9 @@ class Node:
             del self.ranks[ended.rank]
         if self.skeletons.get(ended.rank) is ended:
             del self.skeletons[ended.rank]
+        if self.next.get(ended.rank) is ended:
+            known = True
+            del self.next[ended.rank]
         ended.channel.close()
         ended.stacks.close()
         return (ended, message["status"]) if known and not ended.killed else None
@@ -169,18 +241,27 @@ class Node:
 
     def _start(self, rank: int, epoch: Epoch, newcomer: bool) -> RankProcess:
         ours, theirs = Channel.pair()
-        process = RankProcess(rank, ours, newcomer)
+        process = RankProcess(rank, ours, newcomer, epoch.world, ready_epoch=epoch.number if epoch.before else 0)
         self._last_ticket += 1
         self._tickets[self._last_ticket] = process
         message = {
             "ticket": self._last_ticket,
-            "argv": [self._options.script, *self._options.script_args],
+            "argv": [self._options.script, *self._arguments(epoch)],
             "env": self._environment(rank, epoch, newcomer),
         }
         self._zygote.send(message, [theirs.sock.fileno(), process.stacks.fd])
         theirs.close()
         self._watch(process)
         return process
+
+    def _arguments(self, epoch: Epoch) -> list[str]:
+        if not epoch.layout:
+            return list(self._options.script_args)
+        # Imported late: numpy comes with it, and most jobs never change their layout.
+        from megatron_resilience.hotswap.flags import under_layout
+        from megatron_resilience.vps.layout import parse_layout
+
+        return under_layout(self._options.script_args, parse_layout(epoch.layout))
 
     def _environment(self, rank: int, epoch: Epoch, newcomer: bool) -> dict[str, str]:
         per_node = epoch.nproc_per_node
@@ -189,7 +270,7 @@ class Node:
             "RANK": str(rank),
             "WORLD_SIZE": str(epoch.world_size),
             "LOCAL_RANK": str(rank % per_node),
-            "LOCAL_WORLD_SIZE": str(per_node),
+            "LOCAL_WORLD_SIZE": str(len(epoch.ranks_of(epoch.node_of(rank)))),
             "GROUP_RANK": str(rank // per_node),
             "GROUP_WORLD_SIZE": str(len(epoch.slots)),
             "ROLE_RANK": str(rank),
@@ -222,7 +303,7 @@ class Node:
     def provide_memory(self, process: RankProcess, sizes: list[list[int]]) -> None:
         """Answers a rank's request: what a predecessor left is handed over as it is."""
         try:
-            missing = sum(s for owner, s in sizes if not self._fits(process.rank, owner, s))
+            missing = sum(s for owner, s in sizes if not self._fits(process, owner, s))
             free = available_bytes()
             if missing > free * (1 - _MEMORY_RESERVE):
                 raise StateError(
@@ -230,40 +311,44 @@ class Node:
                     f"which has {free / 2**20:.0f} MiB left: use fewer ranks per node, or --deadpool-replicas 0"
                 )
             for owner, size in sizes:
-                if not self._fits(process.rank, owner, size):
+                if not self._fits(process, owner, size):
                     label = f"mr-{process.rank}-{owner}"
-                    self._memory[process.rank, owner] = SharedMemory.create(label, size)
+                    self._memory[process.world, process.rank, owner] = SharedMemory.create(label, size)
         except StateError as error:
             self.tell(process, {"kind": "memory", "error": str(error)})
             return
         owners = [owner for owner, _ in sizes]
         try:
             process.channel.send(
-                {"kind": "memory", "ranks": owners}, [self._memory[process.rank, o].fd for o in owners]
+                {"kind": "memory", "ranks": owners},
+                [self._memory[process.world, process.rank, o].fd for o in owners],
             )
         except OSError:
             return
 
-    def drop_memory(self, holder: int, owners: list[int]) -> None:
+    def drop_memory(self, process: RankProcess, owners: list[int]) -> None:
         """Frees copies that a rank has been told to keep no longer."""
         for owner in owners:
-            memory = self._memory.pop((holder, owner), None)
+            memory = self._memory.pop((process.world, process.rank, owner), None)
             if memory is not None:
                 memory.close()
 
-    def _free_memory(self) -> None:
-        for memory in self._memory.values():
-            memory.close()
-        self._memory.clear()
+    def _free_memory(self, world: int | None = None) -> None:
+        """Of a world, or all."""
+        for segment in [key for key in self._memory if world in (None, key[0])]:
+            self._memory.pop(segment).close()
+        for shelf in [key for key in self._shelves if world in (None, key[0])]:
+            self._shelves.pop(shelf).close()
 
     def holdings(self) -> list[tuple[int, int, int, int]]:
         """``(rank, generation, slot, holder)`` of every sealed slot in this node's memory."""
         return [
             (owner, header.generation, slot, holder)
-            for (holder, owner), memory in sorted(self._memory.items())
+            for (world, holder, owner), memory in sorted(self._memory.items())
             for slot, header in enumerate(sealed_generations(memory.buffer))
-            if header is not None
+            if header is not None and world == self.world
         ]
 
-    def _fits(self, holder: int, owner: int, size: int) -> bool:
-        return (holder, owner) in self._memory and self._memory[holder, owner].size == size
+    def _fits(self, process: RankProcess, owner: int, size: int) -> bool:
+        key = (process.world, process.rank, owner)
+        return key in self._memory and self._memory[key].size == size

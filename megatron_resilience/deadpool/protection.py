@@ -232,6 +232,24 @@ class Protection:
         self._copied.clear()
         self._copies.put((generation, index, record_bytes))
 
+    def seal(self, generation: int) -> int:
+        """Protects the state as it is now, whatever that waits for; returns the slot once it is sealed.
+
+        Raises:
+            Interrupted: a newer epoch was published meanwhile.
+        """
+        if self._ledger.slot_of(generation) is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._ledger.writable() is not None)
+        self.protect(generation)
+        index = self._ledger.slot_of(generation)
+        assert index is not None
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._is_sealed(index, generation))
+            if not self._is_sealed(index, generation):
+                raise Interrupted
+        return index
+
     def wait_copied(self) -> None:
         """Returns when the state may be changed; called before ``optimizer.step``."""
         if not self._copied.is_set():
@@ -265,6 +283,10 @@ class Protection:
         self._threads[1].join(timeout_s)
         return not any(t.is_alive() for t in self._threads)
 
+    def _is_sealed(self, index: int, generation: int) -> bool:
+        header = self._segment.slots[index].header()
+        return header is not None and header.generation == generation
+
     def _is_committed(self, generation: int) -> bool:
         return self._ledger.committed is not None and self._ledger.committed >= generation
 
@@ -288,6 +310,8 @@ class Protection:
             finally:
                 self._copied.set()
             self._segment.slots[index].seal(self._epoch, generation, record_bytes)
+            with self._changed:
+                self._changed.notify_all()
             self._rounds.put((generation, index))
 
     def _round_loop(self) -> None:

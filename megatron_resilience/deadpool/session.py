@@ -34,6 +34,7 @@ from megatron_resilience.deadpool.protection import (
 )
 from megatron_resilience.deadpool.recovery import RestorePlan
 from megatron_resilience.errors import Interrupted, StateError
+from megatron_resilience.hotswap.arrival import Arrival, Reshapable
 from megatron_resilience.state.inventory import ITEM_SIZES
 from megatron_resilience.state.ledger import Ledger
 from megatron_resilience.state.memory import SharedMemory
@@ -95,6 +96,7 @@ class Session:
         device_fabric: makes the fabric for device tensors from ``(store, rank)``, or None on CPU.
         device: that training runs on.
         timeout_s: of a collective of training (Megatron's ``--distributed-timeout-minutes``).
+        live: the state in the terms of other layouts, where the layout may change.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Session:
         device_fabric: Callable[[Any, int], Fabric] | None,
         device: Accelerator,
         timeout_s: float,
+        live: Reshapable | None = None,
     ) -> None:
         self._link = link
         self._place = place
@@ -114,6 +117,8 @@ class Session:
         self._device_fabric = device_fabric
         self._device = device
         self._timeout_s = timeout_s
+        self._live = live
+        self._moved: int | None = None
         self._switch = GroupSwitch()
         self._lock = threading.Lock()
         self._to_abort: list[Any] = []
@@ -133,7 +138,7 @@ class Session:
         self._ledger = Ledger()
         self._protection: Protection | None = None
         self._control: Any = None
-        self._times: dict[str, float] = {}
+        self._times: dict[str, Any] = {}
         link.on_epoch = self._on_epoch
 
     @property
@@ -177,8 +182,13 @@ class Session:
     def protect(self, generation: int) -> None:
         """On entry to the step after ``generation``: protects the state as it stands."""
         assert self._protection is not None
+        if not self._link.may_enter(generation):
+            self._park(generation)
         self._link.send("progress", generation=generation, in_step=True)
         self._check()
+        if generation == self._moved:
+            # The switch to this world has protected it already.
+            return
         self._protection.protect(generation)
         if generation == self._first_generation and self._fresh:
             # Nothing may be lost from the first step on.
@@ -194,9 +204,23 @@ class Session:
     def after_step(self, generation: int) -> None:
         """After a step has completed: the end of a recovery's time is the first of these."""
         self._link.send("progress", generation=generation, in_step=False)
+        self._moved = None
         if "first_step" not in self._times:
             self._mark("first_step")
             self._link.send("stepped", epoch=self._epoch, generation=generation, times=self._times)
+
+    def _park(self, generation: int) -> None:
+        """Stands still for a change of layout; returns when that was given up."""
+        assert self._protection is not None
+        stopped = time.time()
+        self._link.send("progress", generation=generation, in_step=False)
+        if generation == self._moved:
+            slot = self._ledger.slot_of(generation)
+        else:
+            slot = self._protection.seal(generation)
+            self._moved = generation
+        self._link.send("parked", epoch=self._epoch, generation=generation, slot=slot, stopped=stopped)
+        self._link.wait_resumed(generation)
 
     def finish(self) -> None:
         """After the last iteration: returns when every rank is through; from then on nothing is protected.
@@ -211,7 +235,7 @@ class Session:
     # -- joining -----------------------------------------------------------------------------------
 
     def _join(self, epoch: Epoch) -> int:
-        self._times = {}
+        self._times, self._moved = {}, None
         self._mark("told")
         self._end_protection()
         self._mark("settled")
@@ -219,7 +243,9 @@ class Session:
         self._meet(epoch)
         self._mark("met")
         self._provide_memory(epoch)
-        if epoch.fresh:
+        if epoch.before is not None:
+            generation = self._arrive(epoch)
+        elif epoch.fresh:
             generation = int(self._state.record()["iteration"])
         else:
             plan = self._link.wait_plan(epoch.number)
@@ -228,6 +254,7 @@ class Session:
         self._mark("restored")
         if not epoch.fresh:
             self._state.rebuild()
+            self._mark("rebuilt")
         if self._config.verify:
             differing = self._state.disagreements()
             if differing:
@@ -235,12 +262,31 @@ class Session:
                     f"rank {self._state.rank}: after the restore to generation {generation} these parameters "
                     f"differ from their replicas: {', '.join(differing[:5])}"
                 )
-                self._link.send("fatal", error=text)
+                self._link.send("fatal", error=text, epoch=epoch.number)
                 raise StateError(text)
         self._mark("verified")
         self._commit(epoch, generation)
         self._mark("committed")
+        if epoch.before is not None:
+            self._joined(epoch, generation)
+            self._link.wait_go(epoch.number)
+            self._mark("gone")
         return generation
+
+    def _arrive(self, epoch: Epoch) -> int:
+        """In the first epoch of a world that grew out of another: waits for that one's state, and takes it."""
+        assert self._store is not None
+        if self._live is None:
+            raise StateError("the layout changes, but this rank runs without --hotswap-parallelism")
+        arrival = Arrival(self._link, epoch, self._place.node, self._live, self._store.store)
+        self._link.send("prepared", epoch=epoch.number)
+        plan = self._link.wait_plan(epoch.number)
+        self._mark("planned")
+        arrival.move(plan, self._replica)
+        self._mark("moved")
+        tally = arrival.tally
+        self._times["bytes"] = {"kept": tally.kept, "sent": tally.sent, "peak": tally.peak}
+        return plan.generation
 
     def _meet(self, epoch: Epoch) -> None:
         """Store and groups of the epoch, and an exchange of the transports beneath the handles."""
@@ -281,7 +327,15 @@ class Session:
         store.set(f"shape/{state.rank}", f"{shape.payload_bytes} {shape.digest.hex()}")
         if epoch.fresh and state.rank == 0:
             self._announce(epoch, chosen, store)
+        first = self._segment is None
         self._map({state.rank, *self._keeps})
+        if first and self._live is not None:
+            # For the ranks of a next world on this node.
+            text = self._live.table().to_bytes()
+            shelf = SharedMemory.create(f"mr-shelf-{state.rank}", len(text))
+            shelf.buffer[:] = text
+            self._link.send("shelf", [shelf.fd], size=len(text))
+            shelf.close()
 
     def _map(self, ranks: set[int]) -> None:
         """Gets the segments of ranks from the agent: new ones, or those that a predecessor of this process kept."""
@@ -379,10 +433,20 @@ class Session:
             self._allowance,
             self._report,
             self._copy_aside,
-            None if epoch.fresh else generation,
+            None if epoch.fresh or epoch.before is not None else generation,
         )
         with self._lock:
             self._protection = protection
+        self._link.trains(epoch.number, generation)
+        if epoch.before is None:
+            self._joined(epoch, generation)
+            return
+        # Nothing of the old world may go before this is complete everywhere.
+        protection.protect(generation)
+        protection.wait_committed(generation)
+        self._moved = generation
+
+    def _joined(self, epoch: Epoch, generation: int) -> None:
         self._link.send(
             "joined",
             epoch=epoch.number,
@@ -400,7 +464,7 @@ class Session:
     def _settle_slots(self, epoch: Epoch, generation: int) -> None:
         """Frees what the commit made obsolete. Not before: until then an older generation may still be needed."""
         assert self._segment is not None
-        if epoch.fresh:
+        if epoch.fresh or epoch.before is not None:
             self._ledger = Ledger()
             return
         self._ledger.resume(generation, self._restored_slot)

@@ -70,19 +70,25 @@ def live_space(args: Any, chunks: Sequence[Any], optimizer: Any, vocabulary: int
         ValueError: an architecture or layout that is not described; names the option.
         LayoutMismatch: Megatron keeps a tensor elsewhere than predicted; names the tensor.
     """
-    model = chunks[0]
-    while hasattr(model, "module"):
-        model = model.module
-    positions = args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0
-    tied = not args.untie_embeddings_and_output_weights
-    shape = shape_of(model.config, "live", vocabulary, tied, positions)
     space = StateSpace(
-        build_catalogue(shape), layout_of(args), sharded_optimizer=args.use_distributed_optimizer
+        build_catalogue(live_shape(args, chunks, vocabulary)),
+        layout_of(args),
+        sharded_optimizer=args.use_distributed_optimizer,
     ).check()
     if args.use_distributed_optimizer:
         compare_flat_layout(space, args.rank, chunks, optimizer)
     compare_sharding(space, args.rank, chunks)
     return space
+
+
+def live_shape(args: Any, chunks: Sequence[Any], vocabulary: int) -> ModelShape:
+    """The description of the model that trains here; arguments and errors as :func:`live_space`'s."""
+    model = chunks[0]
+    while hasattr(model, "module"):
+        model = model.module
+    positions = args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0
+    tied = not args.untie_embeddings_and_output_weights
+    return shape_of(model.config, "live", vocabulary, tied, positions)
 
 
 def shape_of(config: Any, name: str, vocabulary: int, tied: bool, learned_positions: int = 0) -> ModelShape:

@@ -14,13 +14,16 @@ from typing import Any
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, training
 
-from megatron_resilience import accelerator
+from megatron_resilience import accelerator, api
 from megatron_resilience.control.link import AgentLink
 from megatron_resilience.control.node import ADDRESS, NEWCOMER, NODE
 from megatron_resilience.deadpool.config import DeadpoolConfig
 from megatron_resilience.deadpool.session import Place, Session
+from megatron_resilience.hotswap.asker import Asker
+from megatron_resilience.hotswap.schedule import read_schedule
 from megatron_resilience.megatron_adapter import once
 from megatron_resilience.megatron_adapter.data import DataCursors
+from megatron_resilience.megatron_adapter.relayout import LayoutState
 from megatron_resilience.megatron_adapter.repair import repair
 from megatron_resilience.megatron_adapter.startup import Newcomer
 from megatron_resilience.megatron_adapter.state import MegatronState
@@ -56,6 +59,7 @@ class Guard:
         self._state: MegatronState | None = None
         self._resumed = False
         self._once = seen
+        self._asker: Asker | None = None
 
     def install(self) -> None:
         """Wraps the functions of ``megatron.training.training`` that ``train()`` calls through its module."""
@@ -89,6 +93,7 @@ class Guard:
         state.loop = {"start": args.iteration, "report_memory": True, "totals": {}}
         state.out = self._once.out
         device = accelerator.select()
+        live = self._layout_state(state, model, optimizer)
         session = Session(
             self._link,
             Place(os.environ[NODE], os.environ[ADDRESS]),
@@ -97,6 +102,7 @@ class Guard:
             self._device_fabric(device, args),
             device,
             timeout_s=args.distributed_timeout_minutes * 60.0,
+            live=live,
         )
         self._state, self._session = state, session
         rerun_mode = get_rerun_state_machine().get_mode()
@@ -146,6 +152,8 @@ class Guard:
         iteration = kwargs["iteration"]
         self._state.iteration = iteration
         self._once.generation_ends(iteration)
+        if self._asker is not None:
+            self._asker.enter(iteration)
         self._session.protect(iteration)
         result = self._train_step(*args, **kwargs)
         self._session.after_step(iteration + 1)
@@ -205,6 +213,16 @@ class Guard:
             return step(*args, **kwargs)
 
         optimizer.step = guarded
+
+    def _layout_state(self, state: MegatronState, model: Any, optimizer: Any) -> LayoutState | None:
+        """What a change of layout needs, with --hotswap-parallelism; its schedule is checked before anything is joined."""
+        args = get_args()
+        if not args.hotswap_parallelism:
+            return None
+        live = LayoutState(state, model, optimizer)
+        schedule = read_schedule(args.hotswap_schedule, live.layout) if args.hotswap_schedule else ()
+        self._asker = api._asker = Asker(self._link, live, schedule)
+        return live
 
     def _device_fabric(self, device: accelerator.Accelerator, args: Any) -> Any:
         if device.distributed_backend == "gloo":

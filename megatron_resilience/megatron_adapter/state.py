@@ -124,6 +124,7 @@ class MegatronState:
             "loop": {key: _pack_all(value) for key, value in self.loop.items()},
             "rerun": {"large_value_counts": rerun.large_value_counts, "max_values": rerun.max_values},
             "checkpoints_reported": training.num_checkpoints_memory_reported,
+            "out": list(self.out),
         }
 
     def load_record(self, record: dict[str, Any]) -> None:
@@ -170,6 +171,13 @@ class MegatronState:
         rerun.large_value_counts = dict(record["rerun"]["large_value_counts"])
         rerun.max_values = dict(record["rerun"]["max_values"])
         training.num_checkpoints_memory_reported = record["checkpoints_reported"]
+
+    @torch.no_grad()
+    def load_streams(self, streams: dict[str, bytes]) -> None:
+        """Sets random number generators, by the names of their tensors in the inventory."""
+        for entry in self._entries:
+            if entry.spec.name in streams:
+                entry.write(torch.frombuffer(bytearray(streams[entry.spec.name]), dtype=torch.uint8))
 
     # -- the world ---------------------------------------------------------------------------------
 

@@ -1,23 +1,17 @@
-"""Live device state as the router sees it: one-dimensional storage by logical tensor, and fragments as views of it."""
+"""Live device state as the router sees it: one-dimensional storage by logical tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from megatron_resilience.hotswap.fragments import Storage
 from megatron_resilience.megatron_adapter.buckets import chained
 from megatron_resilience.megatron_adapter.catalogue import LayoutMismatch, logical_names
 from megatron_resilience.megatron_adapter.state import masters, prime
-from megatron_resilience.vps.local import local_views, storage_size
-from megatron_resilience.vps.pieces import Boxes
+from megatron_resilience.vps.local import storage_size
 from megatron_resilience.vps.space import StateSpace
 
-Storage = dict[tuple[int, int], dict[str, torch.Tensor]]
-"""By (number in the catalogue, copy): fields of the tensor on this rank, each 1-D and a view of live memory.
-
-A PARAMETER has ``master``, ``exp_avg`` and ``exp_avg_sq`` in fp32; everything else has ``value``."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -64,18 +58,6 @@ def live_storage(space: StateSpace, rank: int, chunks: Sequence[Any], optimizer:
                     f"but {size} were predicted for {layout}"
                 )
     return out
-
-
-def fragments(space: StateSpace, rank: int, boxes: Boxes, storage: Storage) -> Iterator[dict[str, torch.Tensor]]:
-    """Per box, every field's part as a live view of shape (outer, cut, inner): read it to send, write it to receive.
-
-    Args:
-        boxes: owned by ``rank`` under ``space``; ``copy`` says which copy's storage.
-    """
-    at = local_views(space, rank, boxes)
-    for i, key in enumerate(zip(boxes.tensor.tolist(), boxes.copy.tolist(), strict=True)):
-        size, stride, begin = at.sizes[i].tolist(), at.strides[i].tolist(), int(at.offset[i])
-        yield {f: torch.as_strided(t, size, stride, t.storage_offset() + begin) for f, t in storage[key].items()}
 
 
 def _key(space: StateSpace, rank: int, name: str) -> tuple[int, int]:

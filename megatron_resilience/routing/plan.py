@@ -82,6 +82,7 @@ def plan_endpoint(problem: Problem, endpoint: int) -> RankPlan:
     receives: list[_Part] = []
     keeps: list[_Part] = []
     creates: tuple[int, ...] = ()
+    readable = problem.readable(endpoint)
     for rank in np.flatnonzero(problem.target_at == endpoint).tolist():
         for region in incoming(problem, rank):
             holders = region.holders(problem)
@@ -90,7 +91,7 @@ def plan_endpoint(problem: Problem, endpoint: int) -> RankPlan:
                 raise ValueError(f"nobody holds a part of {name} that target rank {rank} must own")
             if endpoint in holders:
                 replicas = problem.source.replicas(*region.source)
-                mine = int(replicas[problem.source_at[replicas] == endpoint][0])
+                mine = int(replicas[np.isin(replicas, readable)][0])
                 keeps.append(_Part(region.boxes, endpoint, 0, mine))
                 continue
             for leg in legs(problem, region, holders, endpoint):
@@ -101,7 +102,7 @@ def plan_endpoint(problem: Problem, endpoint: int) -> RankPlan:
         wanted = problem.target.boxes_of(rank).tensor
         creates = tuple(np.unique(wanted[problem.source.instances.first[wanted] < 0]).tolist())
     done = set()
-    for rank in np.flatnonzero(problem.source_at == endpoint).tolist():
+    for rank in readable.tolist():
         for region in outgoing(problem, rank):
             # An endpoint that serves several replicas of one shard sends it once.
             if (region.source, region.target) not in done:

@@ -22,6 +22,9 @@ class Problem:
         source_at: int64 (source world,), endpoint that serves each source rank's shard, NOWHERE if lost.
         target_at: int64 (target world,), endpoint that becomes each target rank.
         cluster: the links, by which fan-out is decided; endpoints are numbered node by node.
+        shelves: shards lie in memory that all endpoints of a node read (host snapshots): whoever is on the node of
+            ``source_at`` holds the shard, and nothing is sent within a node.
+        couriers: endpoints that only serve, of nodes that own nothing in the target layout.
         grain: bytes below which no fragment is cut to even out the load of replicas.
     """
 
@@ -31,6 +34,8 @@ class Problem:
     target_at: np.ndarray
     cluster: Cluster = field(default_factory=Cluster)
     grain: int = 1 << 16
+    shelves: bool = False
+    couriers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for space, at, side in (
@@ -46,6 +51,27 @@ class Problem:
     def known(self) -> dict[Any, Any]:
         """What has been derived about source shards and pairs of shards, kept by `routing.sources`."""
         return {}
+
+    def holders(self, ranks: np.ndarray) -> np.ndarray:
+        """Endpoints (sorted) that can read the shard of one of these source ranks."""
+        at = np.unique(self.source_at[ranks])
+        at = at[at != NOWHERE]
+        if not self.shelves:
+            return at
+        nodes = np.unique(at // self.cluster.ranks_per_node)
+        return self._readers[np.isin(self._readers // self.cluster.ranks_per_node, nodes)]
+
+    def readable(self, endpoint: int) -> np.ndarray:
+        """Source ranks (sorted) whose shards an endpoint can read."""
+        if not self.shelves:
+            return np.flatnonzero(self.source_at == endpoint)
+        per_node = self.cluster.ranks_per_node
+        here = (self.source_at != NOWHERE) & (self.source_at // per_node == endpoint // per_node)
+        return np.flatnonzero(here & bool(np.isin(endpoint, self._readers)))
+
+    @cached_property
+    def _readers(self) -> np.ndarray:
+        return np.unique(np.array([*self.target_at.tolist(), *self.couriers], np.int64))
 
     @cached_property
     def source_copy(self) -> np.ndarray:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_resilience.routing.holders import NOWHERE
 from megatron_resilience.routing.problem import Problem
 from megatron_resilience.vps.pieces import Boxes, concatenate
 
@@ -39,8 +38,7 @@ class Region:
 
     def holders(self, problem: Problem) -> np.ndarray:
         """Endpoints (sorted) that hold the region; empty when all are lost."""
-        at = np.unique(problem.source_at[problem.source.replicas(*self.source)])
-        return at[at != NOWHERE]
+        return problem.holders(problem.source.replicas(*self.source))
 
     def owners(self, problem: Problem) -> np.ndarray:
         """Endpoints that must own the region, in the order of target ranks."""

@@ -21,6 +21,10 @@ class Epoch:
         store: ``(address, port)`` of the epoch's TCPStore.
         token: secret prefix of all its keys.
         domains: failure domain of each slot's node; empty when every node is one of its own.
+        world: number of the epoch in which this layout began: processes and memory belong to a world.
+        layout: the parallel layout (``vps.layout.parse_layout``); empty: what the script's arguments say.
+        ranks: ranks that train; 0: one in every place.
+        before: in the first epoch of a world that grew out of another: that one's last epoch, which holds the state.
     """
 
     number: int
@@ -32,18 +36,22 @@ class Epoch:
     store: tuple[str, int] = ("", 0)
     token: str = ""
     domains: tuple[str, ...] = ()
+    world: int = 1
+    layout: str = ""
+    ranks: int = 0
+    before: Epoch | None = None
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return len(self.slots) * self.nproc_per_node
+        return self.ranks or len(self.slots) * self.nproc_per_node
 
     def ranks_of(self, node: str) -> tuple[int, ...]:
         """Global ranks on a node; empty when it holds no slot."""
         if node not in self.slots:
             return ()
         first = self.slots.index(node) * self.nproc_per_node
-        return tuple(range(first, first + self.nproc_per_node))
+        return tuple(range(first, min(first + self.nproc_per_node, self.world_size)))
 
     def node_of(self, rank: int) -> str:
         """The node a global rank runs on."""
@@ -67,5 +75,6 @@ class Epoch:
                 "newcomers": tuple(data["newcomers"]),
                 "domains": tuple(data["domains"]),
                 "store": (str(data["store"][0]), int(data["store"][1])),
+                "before": cls.from_json(data["before"]) if data["before"] else None,
             }
         )

@@ -147,6 +147,8 @@ class Layout:
         parts = [f"TP{self.tp}", f"PP{self.pp}", f"DP{self.dp}"]
         parts += [f"CP{self.cp}"] * (self.cp > 1) + [f"EP{self.ep}"] * (self.ep > 1)
         parts += [f"ETP{self.etp}"] * (self.etp is not None) + [f"VPP{self.vpp}"] * (self.vpp > 1)
+        parts += [f"FIRST{self.first_stage_layers}"] * (self.first_stage_layers is not None)
+        parts += [f"LAST{self.last_stage_layers}"] * (self.last_stage_layers is not None)
         return "·".join(parts)
 
 
@@ -158,10 +160,16 @@ def parse_layout(text: str, base: Layout | None = None) -> Layout:
     """
     sizes: dict[str, int] = {}
     for part in re.split(r"[·,\s\-x*]+", text.strip()):
-        match = re.fullmatch(r"(tp|pp|dp|cp|ep|etp|vpp)=?(\d+)", part.lower())
+        match = re.fullmatch(r"(tp|pp|dp|cp|ep|etp|vpp|first|last)=?(\d+)", part.lower())
         if match is None:
-            raise ValueError(f"{part!r} in layout {text!r}: write dimensions as TP8·PP4·DP2 (also CP EP ETP VPP)")
+            raise ValueError(
+                f"{part!r} in layout {text!r}: write dimensions as TP8·PP4·DP2 (also CP EP ETP VPP, and FIRST and LAST for "
+                "the layers of an uneven pipeline's ends)"
+            )
         if match[1] in sizes:
             raise ValueError(f"{match[1].upper()} is named twice in layout {text!r}")
         sizes[match[1]] = int(match[2])
+    for end in ("first", "last"):
+        if end in sizes:
+            sizes[f"{end}_stage_layers"] = sizes.pop(end)
     return replace(base or Layout(), **sizes)  # type: ignore[arg-type]

@@ -76,7 +76,10 @@ def exchange(problem, memory=None):
         (bytes on the wire, plans by endpoint, storage by target rank)
     """
     source, target = problem.source, problem.target
-    endpoints = np.unique(np.concatenate([problem.source_at[problem.source_at >= 0], problem.target_at])).tolist()
+    endpoints = np.unique(np.concatenate([problem.source_at[problem.source_at >= 0], problem.target_at]))
+    if problem.shelves:
+        endpoints = np.union1d(problem.target_at, np.array(problem.couriers, np.int64))
+    endpoints = endpoints.astype(int).tolist()
     plans = {e: plan_endpoint(problem, e) for e in endpoints}
     served = memory or {r: storage_of(source, r) for r in np.flatnonzero(problem.source_at >= 0).tolist()}
     expected = {r: storage_of(target, r) for r in range(target.layout.world)}
@@ -90,7 +93,7 @@ def exchange(problem, memory=None):
 
     for endpoint, plan in plans.items():
         keeps, mine = source_copies(problem, plan.keeps), rank_of.get(endpoint, 0)
-        assert (problem.source_at[keeps.rank] == endpoint).all()
+        assert np.isin(keeps.rank, problem.readable(endpoint)).all()
         read = indices(source, keeps, keeps.rank)
         put = indices(target, plan.keeps, np.full(len(keeps), mine))
         for rank, (key, index), (place, into) in zip(keeps.rank.tolist(), read, put, strict=True):
@@ -98,11 +101,12 @@ def exchange(problem, memory=None):
     sent = 0
     for phase in sorted({int(p) for plan in plans.values() for p in np.unique(plan.sends.phase)}):
         wire = {}
-        space, memory, at = (target, got, problem.target_at) if phase else (source, served, problem.source_at)
+        space, memory = (target, got) if phase else (source, served)
         for endpoint, plan in plans.items():
             sends = take(plan.sends, plan.sends.phase == phase)
             sends = sends if phase else source_copies(problem, sends)
-            assert (at[sends.rank] == endpoint).all(), "reads memory that it does not have"
+            has = np.flatnonzero(problem.target_at == endpoint) if phase else problem.readable(endpoint)
+            assert np.isin(sends.rank, has).all(), "reads memory that it does not have"
             assert (sends.peer != endpoint).all()
             for i, (key, index) in enumerate(indices(space, sends, sends.rank)):
                 wire.setdefault((endpoint, int(sends.peer[i])), []).append(memory[int(sends.rank[i])][key][index])

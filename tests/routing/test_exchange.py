@@ -1,6 +1,7 @@
 """A simulated exchange, all endpoints in one process, for every ordered pair of layouts: 21 dense ones, 29 with MoE."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -69,3 +70,21 @@ def test_a_lost_rank_is_served_by_its_replica(name, step):
     assert pairs
     for source, target in pairs[::step]:
         exchange(relayout(source, target, lost=(2, 3), cluster=Cluster(ranks_per_node=2)))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shelves_of_a_node_are_read_by_all_of_it(name):
+    """Snapshots in a node's memory: nothing is sent within a node, and what must travel travels once per node's need."""
+    layouts = every(name)
+    for number, source in enumerate(layouts):
+        for target in layouts[number % 9 :: 9]:
+            plain = relayout(source, target, cluster=Cluster(ranks_per_node=4))
+            last = -(-max(source.layout.world, target.layout.world) // 4)
+            owning = {int(e) // 4 for e in plain.target_at}
+            couriers = tuple(n * 4 for n in range(last) if n not in owning)
+            shelves = replace(plain, shelves=True, couriers=couriers)
+            moved, plans, _ = exchange(shelves)
+            assert moved <= exchange(plain)[0]
+            for plan in plans.values():
+                first = plan.sends.phase == 0
+                assert (plan.sends.peer[first] // 4 != plan.endpoint // 4).all(), "sent within a node"

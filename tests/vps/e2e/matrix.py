@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from megatron.training import get_args, training
 
+from megatron_resilience.hotswap.fragments import fragments
 from megatron_resilience.megatron_adapter.buckets import chained
 from megatron_resilience.megatron_adapter.catalogue import (
     LayoutMismatch,
@@ -18,7 +19,7 @@ from megatron_resilience.megatron_adapter.catalogue import (
     live_space,
     logical_names,
 )
-from megatron_resilience.megatron_adapter.storage import MOMENTS, fragments, live_storage
+from megatron_resilience.megatron_adapter.storage import MOMENTS, live_storage
 from megatron_resilience.vps.local import local_labels
 from megatron_resilience.vps.space import StateSpace
 from tests.support.template import TRAIN_GPT

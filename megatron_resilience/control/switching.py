@@ -1,0 +1,154 @@
+"""One change of layout, from the request to its end: who has said what, and what follows from it. Pure.
+
+::
+
+    asked → preparing (training goes on) → parked at an agreed generation → moving → done
+                 any loss, or too long a wait: given up, and the old world goes on
+
+The generation is agreed without stopping anybody: each rank names the first generation that it will not train beyond
+without further word (the end of the step that it is in); the largest of these, or the wanted one if that is later, is
+where all stop. Nobody can have entered that step, and nobody waits for a step that nobody takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from megatron_resilience.deadpool.recovery import RestorePlan, Source
+from megatron_resilience.errors import ConfigurationError
+from megatron_resilience.topology.epoch import Epoch
+
+PREPARE_LIMIT_S = 900.0
+"""Parked ranks wait no longer for the new world."""
+MOVE_LIMIT_S = 300.0
+"""From the plan to the last rank's word that it is through."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A change of layout that somebody asked for.
+
+    Attributes:
+        layout: as text (``vps.layout.parse_layout``), every dimension given.
+        ranks: that it has.
+        nodes: to train on, in order; empty: those that train now, then spares.
+        at: generation at which to change; 0: as soon as the new world is ready.
+    """
+
+    layout: str
+    ranks: int
+    nodes: tuple[str, ...] = ()
+    at: int = 0
+
+
+def target_of(wish: Wish, now: Epoch, spares: list[str], number: int) -> Epoch:
+    """The first epoch of the wished world.
+
+    Args:
+        now: the epoch that trains.
+        spares: nodes that wait, in order.
+        number: for the epoch.
+
+    Raises:
+        ConfigurationError: there are not enough nodes, or one of them is not there.
+    """
+    needed = -(-wish.ranks // now.nproc_per_node)
+    there = [*now.slots, *spares]
+    if wish.nodes:
+        absent = [node for node in wish.nodes if node not in there]
+        if absent:
+            raise ConfigurationError(f"{', '.join(absent)} is not among the nodes of the job: {', '.join(there)}")
+        there = list(wish.nodes)
+    if len(there) < needed:
+        raise ConfigurationError(
+            f"layout {wish.layout} has {wish.ranks} ranks, which takes {needed} nodes of {now.nproc_per_node}, "
+            f"but only {len(there)} are there"
+        )
+    cause = f"the layout changes from {now.layout or 'the one of the command line'} to {wish.layout}"
+    return replace(
+        now,
+        number=number,
+        cause=cause,
+        slots=tuple(there[:needed]),
+        fresh=False,
+        newcomers=tuple(range(wish.ranks)),
+        domains=(),
+        world=number,
+        layout=wish.layout,
+        ranks=wish.ranks,
+        before=replace(now, before=None),
+    )
+
+
+@dataclass
+class Switch:
+    """The state of one change.
+
+    Attributes:
+        target: first epoch of the new world; ``target.before`` is the epoch that trains.
+        at: wanted generation.
+        stop_at: agreed generation.
+        moving: the plan is out.
+        since: when the present wait began.
+    """
+
+    target: Epoch
+    at: int
+    since: float
+    stop_at: int | None = None
+    moving: bool = False
+    limits: dict[int, int] = field(default_factory=dict)
+    prepared: set[int] = field(default_factory=set)
+    parked: dict[int, tuple[int, int]] = field(default_factory=dict)
+    joined: set[int] = field(default_factory=set)
+
+    @property
+    def before(self) -> Epoch:
+        """The epoch that trains."""
+        assert self.target.before is not None
+        return self.target.before
+
+    @property
+    def asap(self) -> bool:
+        """Whether the stop is agreed only when the new world is ready."""
+        return self.at == 0
+
+    def held(self, rank: int, limit: int) -> int | None:
+        """A rank named the generation that it will not pass; returns the agreed one when all have."""
+        self.limits[rank] = limit
+        if len(self.limits) < self.before.world_size or self.stop_at is not None:
+            return None
+        self.stop_at = max(self.at, *self.limits.values())
+        return self.stop_at
+
+    def ready(self, rank: int) -> bool:
+        """A rank of the new world is prepared; whether it was the last."""
+        self.prepared.add(rank)
+        return len(self.prepared) == self.target.world_size
+
+    def park(self, rank: int, generation: int, slot: int) -> None:
+        """A rank of the old world stands still, its state sealed."""
+        self.parked[rank] = (generation, slot)
+
+    def plan(self) -> RestorePlan | None:
+        """What moves, once all old ranks are parked and all new ones are prepared; once."""
+        whole = len(self.parked) == self.before.world_size and len(self.prepared) == self.target.world_size
+        if self.moving or not whole:
+            return None
+        assert {generation for generation, _ in self.parked.values()} == {self.stop_at}
+        self.moving = True
+        sources = tuple(Source(rank, self.parked[rank][1]) for rank in range(self.before.world_size))
+        return RestorePlan(self.target.number, self.stop_at or 0, sources)
+
+    def join(self, rank: int) -> bool:
+        """A rank of the new world holds its state and a copy of it elsewhere; whether it was the last."""
+        self.joined.add(rank)
+        return len(self.joined) == self.target.world_size
+
+    def overdue(self, now: float) -> str:
+        """Why the switch has taken too long, or an empty text."""
+        if self.moving:
+            return f"moving took more than {MOVE_LIMIT_S:.0f} s" if now - self.since > MOVE_LIMIT_S else ""
+        if len(self.parked) == self.before.world_size and now - self.since > PREPARE_LIMIT_S:
+            return f"the new world was not ready after {PREPARE_LIMIT_S:.0f} s"
+        return ""

@@ -1,0 +1,75 @@
+"""Rank 0 asks for changes of layout: those of the schedule as they come up, those of the training script at once.
+
+Whoever asks, the request is checked here against the live model before anything is started.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_resilience.control.link import AgentLink
+from megatron_resilience.errors import ConfigurationError
+from megatron_resilience.hotswap.arrival import Reshapable
+from megatron_resilience.hotswap.schedule import Schedule, bare, due, parse_entry
+from megatron_resilience.vps.layout import Layout
+from megatron_resilience.vps.nearest import ImpossibleLayout
+
+_ATTEMPTS = 3
+"""Of one change in the schedule; then it is left out, and the log says so."""
+
+
+class Asker:
+    """See the module.
+
+    Args:
+        link: to the agent.
+        live: the live state.
+        schedule: of the job.
+
+    Raises:
+        ConfigurationError: a layout of the schedule cannot be; names it and those that can.
+    """
+
+    def __init__(self, link: AgentLink, live: Reshapable, schedule: Schedule = ()) -> None:
+        self._link, self._live, self._schedule = link, live, schedule
+        self._asked: tuple[int, str] | None = None
+        self._tried: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._given_up = 0
+        for at, layout in schedule:
+            self._check(layout, f"--hotswap-schedule, iteration {at}")
+
+    def enter(self, generation: int) -> None:
+        """On entry to the step after ``generation``, on every rank."""
+        if self._live.state.rank != 0 or not self._schedule:
+            return
+        wanted = due(self._schedule, generation, self._live.layout)
+        if wanted is None or self._tried[f"{wanted[1]}"] >= _ATTEMPTS:
+            return
+        at, layout = wanted
+        given_up = self._link.given_up
+        with self._lock:
+            if self._asked is not None and self._asked[1] == str(layout) and given_up == self._given_up:
+                return
+            self._asked, self._given_up = (at, str(layout)), given_up
+        self._tried[str(layout)] += 1
+        self._link.send("wish", layout=str(layout), ranks=layout.world, nodes=[], at=at)
+
+    def request(self, text: str, at: int = 0, nodes: Sequence[str] = ()) -> None:
+        """Asks for a layout now.
+
+        Raises:
+            ConfigurationError: the layout is not one, or cannot be; names those that can.
+        """
+        layout = parse_entry(text, bare(self._live.layout), f"layout {text!r}")
+        self._check(layout, f"layout {text!r}")
+        if self._live.state.rank == 0:
+            self._link.send("wish", layout=str(layout), ranks=layout.world, nodes=list(nodes), at=at)
+
+    def _check(self, layout: Layout, where: str) -> None:
+        try:
+            self._live.space(layout, self._live.catalogue())
+        except ImpossibleLayout as error:
+            raise ConfigurationError(f"{where}: {error}") from error

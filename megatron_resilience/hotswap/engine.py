@@ -1,0 +1,254 @@
+"""Carries out one endpoint's part of a routing plan (DynaTrain's State Transition Engine).
+
+Fragments are packed into contiguous host buffers of one chunk, several exchanges are in flight, and each chunk carries the
+hash of its bytes. After the last one everything is read back from where it was put and hashed again: a fragment in the
+wrong place, or one that changed on the way, is found before anybody trains on it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from megatron_resilience.errors import StateError
+from megatron_resilience.hotswap.fragments import Fields, Storage, fragments, pack, same_bits, unpack
+from megatron_resilience.routing.plan import Moves, RankPlan, plan_endpoint
+from megatron_resilience.routing.problem import Problem
+from megatron_resilience.routing.program import Exchange, program
+from megatron_resilience.routing.schedule import xor_rounds
+from megatron_resilience.routing.staging import Chunk
+from megatron_resilience.vps.space import StateSpace
+
+IN_FLIGHT = 4
+"""Exchanges that are under way at once; each takes two staging buffers."""
+CHUNK = 32 << 20
+"""Bytes of a staging buffer."""
+_HASH = 16
+_FIRST_TAG = 100
+
+
+@dataclass
+class Tally:
+    """What an endpoint has done, in bytes; ``peak`` of its staging buffers together."""
+
+    kept: int = 0
+    sent: int = 0
+    received: int = 0
+    peak: int = 0
+    _now: int = field(default=0, repr=False)
+
+    def take(self, size: int) -> None:
+        """A staging buffer is allocated."""
+        self._now += size
+        self.peak = max(self.peak, self._now)
+
+    def give(self, size: int) -> None:
+        """... and freed."""
+        self._now -= size
+
+
+class _Arrived(NamedTuple):
+    chunk: Chunk
+    digest: bytes
+
+
+class Transfer:
+    """One endpoint's part in a switch.
+
+    Args:
+        problem: the same on all endpoints.
+        endpoint: this one.
+        peers: endpoints in the order of their places in ``backend``.
+        chunk: bytes of a staging buffer, the same everywhere.
+    """
+
+    def __init__(self, problem: Problem, endpoint: int, peers: list[int], chunk: int = CHUNK) -> None:
+        self.problem = problem
+        self.plan: RankPlan = plan_endpoint(problem, endpoint)
+        self.tally = Tally()
+        self._place = {peer: place for place, peer in enumerate(peers)}
+        self._chunk = chunk
+        self._exchanges = list(program(self.plan, xor_rounds(len(peers)), chunk))
+        self._arrived: list[_Arrived] = []
+        self._partial: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def read_from(self) -> list[int]:
+        """Ranks of the source layout whose storage this endpoint reads."""
+        first = self.plan.sends.rank[self.plan.sends.phase == 0]
+        return np.unique(np.concatenate([self.plan.keeps.rank, first])).tolist()
+
+    def run(self, sources: Callable[[int], Storage], target: Storage | None, backend: Any) -> None:
+        """Moves everything.
+
+        Args:
+            sources: storage of a rank of the source layout that this endpoint can read.
+            target: live storage of the rank that this endpoint becomes; None for a courier.
+            backend: ``torch.distributed`` backend over the peers, for host tensors.
+
+        Raises:
+            StateError: a chunk arrived damaged.
+            RuntimeError: a connection broke.
+        """
+        self._sources, self._target = sources, target
+        plan, problem = self.plan, self.problem
+        self._keeps = self._views(problem.source, _fed(problem, plan.keeps), plan.keeps.rank, source=True)
+        self._kept = self._views(problem.target, plan.keeps, np.full(len(plan.keeps), self._rank), source=False)
+        self._receives = self._views(problem.target, plan.receives, plan.receives.rank, source=False)
+        early = np.flatnonzero(plan.sends.phase == 0)
+        sends = _fed(problem, plan.sends)
+        self._sends: list[Fields] = [{} for _ in range(len(plan.sends))]
+        for rows, moves, space, is_source in (
+            (early, sends, problem.source, True),
+            (np.flatnonzero(plan.sends.phase > 0), plan.sends, problem.target, False),
+        ):
+            for row, views in zip(
+                rows.tolist(), self._views(space, _rows(moves, rows), plan.sends.rank[rows], is_source), strict=True
+            ):
+                self._sends[row] = views
+        for source, copy in zip(self._keeps, self._kept, strict=True):
+            for name, view in copy.items():
+                view.copy_(source[name])
+        self.tally.kept = plan.keeps.total_bytes
+        self._exchange(backend)
+
+    def verify(self) -> None:
+        """Reads everything back from where it lies now.
+
+        Raises:
+            StateError: a fragment is not what its source holds; names the tensor.
+        """
+        for row, (source, copy) in enumerate(zip(self._keeps, self._kept, strict=True)):
+            if not same_bits(source, copy):
+                raise StateError(f"{self._name(self.plan.keeps, row)} differs from its source after the switch")
+        for chunk, digest in self._arrived:
+            buffer = torch.empty(chunk.size, dtype=torch.uint8)
+            self._pack(chunk, self._receives, buffer)
+            if _hash(buffer) != digest:
+                name = self._name(self.plan.receives, int(chunk.fragment[0]))
+                raise StateError(f"{name}, or one of the next {len(chunk.fragment)} fragments, differs from its source")
+
+    def forget(self) -> None:
+        """Lets go of all views."""
+        self._keeps = self._kept = self._receives = self._sends = []
+        self._arrived = []
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        found = np.flatnonzero(self.problem.target_at == self.plan.endpoint)
+        return int(found[0]) if len(found) else -1
+
+    def _views(self, space: StateSpace, moves: Moves, ranks: np.ndarray, source: bool) -> list[Fields]:
+        out: list[Fields] = [{} for _ in range(len(moves))]
+        for rank in np.unique(ranks).tolist():
+            rows = np.flatnonzero(ranks == rank)
+            storage = self._sources(rank) if source else self._target
+            assert storage is not None
+            boxes = moves.boxes.take(rows)
+            for row, views in zip(rows.tolist(), fragments(space, rank, boxes, storage), strict=True):
+                out[row] = views
+        return out
+
+    def _exchange(self, backend: Any) -> None:
+        flying: deque[tuple[Exchange, list[Any], torch.Tensor | None, torch.Tensor | None]] = deque()
+        tags: Counter[int] = Counter()
+        phase = 0
+
+        def land() -> None:
+            exchange, works, out, back = flying.popleft()
+            for work in works:
+                work.wait()
+            for buffer in (out, back):
+                if buffer is not None:
+                    self.tally.give(buffer.numel())
+            if exchange.incoming is not None and back is not None:
+                self._land(exchange.incoming, back)
+
+        for exchange in self._exchanges:
+            while flying and (len(flying) >= IN_FLIGHT or exchange.phase != phase):
+                land()
+            phase = exchange.phase
+            peer, tag = self._place[exchange.peer], _FIRST_TAG + tags[exchange.peer]
+            tags[exchange.peer] += 1
+            works, out, back = [], None, None
+            if exchange.incoming is not None:
+                back = self._buffer(exchange.incoming.size)
+                works.append(backend.recv([back], peer, tag))
+            if exchange.outgoing is not None:
+                out = self._buffer(exchange.outgoing.size)
+                body = out[: exchange.outgoing.size]
+                self._pack(exchange.outgoing, self._sends, body)
+                out[exchange.outgoing.size :] = torch.frombuffer(bytearray(_hash(body)), dtype=torch.uint8)
+                works.append(backend.send([out], peer, tag))
+                self.tally.sent += exchange.outgoing.size
+            flying.append((exchange, works, out, back))
+        while flying:
+            land()
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        self.tally.take(size + _HASH)
+        return torch.empty(size + _HASH, dtype=torch.uint8)
+
+    def _land(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        body, digest = buffer[: chunk.size], bytes(buffer[chunk.size :].numpy())
+        if _hash(body) != digest:
+            name = self._name(self.plan.receives, int(chunk.fragment[0]))
+            raise StateError(f"a chunk with {name} from endpoint {chunk.peer} arrived damaged")
+        self._arrived.append(_Arrived(chunk, digest))
+        self.tally.received += chunk.size
+        at = 0
+        for row, begin, end in zip(chunk.fragment.tolist(), chunk.begin.tolist(), chunk.end.tolist(), strict=True):
+            part, whole = body[at : at + end - begin], int(self.plan.receives.bytes[row])
+            at += end - begin
+            if end - begin < whole:
+                part = self._collect(row, part, begin, end, whole)
+                if part is None:
+                    continue
+            unpack(self._receives[row], part)
+
+    def _collect(self, row: int, part: torch.Tensor, begin: int, end: int, whole: int) -> torch.Tensor | None:
+        """A fragment that came in several chunks, once it is whole."""
+        found = self._partial.get(row)
+        if found is None:
+            self.tally.take(whole)
+            found = (torch.empty(whole, dtype=torch.uint8), 0)
+        buffer, filled = found
+        buffer[begin:end] = part
+        filled += end - begin
+        if filled < whole:
+            self._partial[row] = (buffer, filled)
+            return None
+        self._partial.pop(row, None)
+        self.tally.give(whole)
+        return buffer
+
+    def _pack(self, chunk: Chunk, views: list[Fields], out: torch.Tensor) -> None:
+        at = 0
+        for row, begin, end in zip(chunk.fragment.tolist(), chunk.begin.tolist(), chunk.end.tolist(), strict=True):
+            pack(views[row], out[at : at + end - begin], begin, end)
+            at += end - begin
+
+    def _name(self, moves: Moves, row: int) -> str:
+        boxes = moves.boxes
+        bounds = ", ".join(f"{getattr(boxes, d + '0')[row]}:{getattr(boxes, d + '1')[row]}" for d in "oci")
+        return f"{self.problem.source.catalogue.tensors[int(boxes.tensor[row])].name}[{bounds}]"
+
+
+def _fed(problem: Problem, moves: Moves) -> Moves:
+    """The same moves with the copy of the source that feeds them."""
+    return replace(moves, boxes=replace(moves.boxes, copy=problem.source_copy[moves.boxes.copy, moves.boxes.tensor]))
+
+
+def _rows(moves: Moves, rows: np.ndarray) -> Moves:
+    return Moves(moves.boxes.take(rows), *(c[rows] for c in (moves.peer, moves.phase, moves.rank, moves.bytes)))
+
+
+def _hash(data: torch.Tensor) -> bytes:
+    return xxhash.xxh3_128_digest(data.numpy())

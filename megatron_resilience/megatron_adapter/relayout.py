@@ -1,0 +1,163 @@
+"""A rank's training state in the terms of another layout: its logical tensors, its streams and its scalars."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
+from megatron.training import get_args, get_tokenizer
+
+from megatron_resilience.errors import ConfigurationError, StateError
+from megatron_resilience.hotswap.fragments import Storage
+from megatron_resilience.hotswap.shelf import Table
+from megatron_resilience.megatron_adapter.catalogue import live_shape, live_space
+from megatron_resilience.megatron_adapter.state import MegatronState, masters, prime
+from megatron_resilience.megatron_adapter.storage import live_storage
+from megatron_resilience.state.inventory import Kind
+from megatron_resilience.vps.catalogue import Catalogue
+from megatron_resilience.vps.families import build_catalogue
+from megatron_resilience.vps.layout import Layout
+from megatron_resilience.vps.nearest import space_of
+from megatron_resilience.vps.space import StateSpace
+from megatron_resilience.vps.state import steps
+
+_MUST_MOVE = (Kind.MASTER, Kind.MOMENT, Kind.STEP, Kind.FROZEN)
+_SAME_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr", "default_config", "max_lr", "min_lr")
+_EXPERTS = "is_expert_parallel"
+
+
+class LayoutState:
+    """See the module.
+
+    Args:
+        state: of this rank.
+        model: DDP-wrapped chunks.
+        optimizer: Megatron's.
+
+    Raises:
+        ConfigurationError: this model or layout cannot be described; names the option.
+        LayoutMismatch: Megatron keeps a tensor elsewhere than predicted.
+    """
+
+    def __init__(self, state: MegatronState, model: list[Any], optimizer: Any) -> None:
+        self.state = state
+        self._model, self._optimizer = model, optimizer
+        args = self._args = get_args()
+        parts = [o for o in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(o, "optimizer")]
+        for part in parts:
+            prime(part.optimizer)
+        self._steps = any("step" in part.optimizer.state[main] for part in parts for _, main in masters(part))
+        try:
+            self._shape = live_shape(args, model, get_tokenizer().vocab_size)
+            self.layout: Layout = live_space(args, model, optimizer, self._shape.vocabulary).layout
+        except ValueError as error:
+            raise ConfigurationError(f"--hotswap-parallelism: {error}") from error
+
+    # -- logical tensors ---------------------------------------------------------------------------
+
+    def catalogue(self, other: Layout | None = None) -> Catalogue:
+        """All logical tensors. Between two layouts the rows of the vocabulary's padding that both have are state too: they
+        take part in the loss."""
+        layouts = [self.layout, other or self.layout]
+        padded = min(_padded(self._shape.vocabulary, layout) for layout in layouts)
+        catalogue = build_catalogue(replace(self._shape, vocabulary=padded))
+        return catalogue.with_tensors(steps(catalogue)) if self._steps else catalogue
+
+    def space(self, layout: Layout, catalogue: Catalogue) -> StateSpace:
+        """The state under a layout.
+
+        Raises:
+            ImpossibleLayout: it cannot carry the model, or the batch does not divide; says which ones can.
+        """
+        args = self._args
+        batch = args.global_batch_size // args.micro_batch_size
+        return space_of(catalogue, layout, args.use_distributed_optimizer, batch)
+
+    def storage(self, space: StateSpace) -> Storage:
+        """Live tensors by logical tensor, one-dimensional."""
+        return live_storage(space, self.state.rank, self._model, self._optimizer)
+
+    def table(self) -> Table:
+        """Where the logical tensors lie in this rank's segment.
+
+        Raises:
+            StateError: a tensor of the inventory has no place in the catalogue: it would not be moved.
+        """
+        inventory = self.state.inventory
+        live = {(t.data_ptr(), t.numel()): i for i, t in [*self.state.stable(), *self.state.volatile()] if t.numel()}
+        tensors, known = [], set()
+        space = self.space(self.layout, self.catalogue())
+        for (number, which), fields in sorted(self.storage(space).items()):
+            for name, tensor in sorted(fields.items()):
+                place = live.get((tensor.data_ptr(), tensor.numel()), -1)
+                if tensor.numel() and place < 0:
+                    raise StateError(
+                        f"{space.catalogue.tensors[number].name}/{name} is not among the tensors that are protected"
+                    )
+                known.add(place)
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                offset = inventory.offsets[place] if tensor.numel() else 0
+                tensors.append((number, which, name, offset, dtype, tensor.numel()))
+        for index, spec in enumerate(inventory.specs):
+            if spec.kind in _MUST_MOVE and spec.nbytes and index not in known:
+                raise StateError(f"{spec.name} is protected, but has no place among the model's logical tensors")
+        streams = tuple(
+            (spec.name, inventory.offsets[i], spec.nbytes)
+            for i, spec in enumerate(inventory.specs)
+            if spec.kind is Kind.RNG
+        )
+        return Table(self.layout, inventory.payload_bytes, inventory.digest, tuple(tensors), streams)
+
+    # -- scalars -----------------------------------------------------------------------------------
+
+    def adopt(self, record: dict[str, Any], loop: dict[str, Any], with_host_streams: bool) -> None:
+        """Makes the live scalars what a rank of another layout recorded.
+
+        Args:
+            record: of old rank 0; the same on all old ranks but for what is listed here.
+            loop: of an old rank of the last stage, where losses are.
+            with_host_streams: Python's and NumPy's generators go on too.
+
+        Raises:
+            StateError: the old optimizer had no parameter group like one of this rank's.
+        """
+        mine = self.state.record()
+        new = copy.deepcopy(record)
+        new["loop"] = loop
+        update_num_microbatches(record["args"]["consumed_train_samples"], consistency_check=False)
+        new["microbatches"] = get_num_microbatches()
+        groups = [group for part in record["groups"] for group in part]
+        new["groups"] = [[_like(group, groups) for group in part] for part in mine["groups"]]
+        scaler = next((s for s in record["scalers"] if s is not None), None)
+        new["scalers"] = [None if s is None else scaler for s in mine["scalers"]]
+        # Whether a rank reads data itself depends on its place.
+        new["args"] |= {name: mine["args"][name] for name in ("do_train", "do_valid", "do_test")}
+        if not with_host_streams:
+            new |= {name: mine[name] for name in ("python_rng", "numpy_rng")}
+        self.state.load_record(new)
+        self.state.out[:] = record["out"]
+
+
+def _padded(vocabulary: int, layout: Layout) -> int:
+    unit = layout.vocabulary_multiple * layout.tp
+    return -(-vocabulary // unit) * unit
+
+
+def _like(mine: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The old group with the same rules; experts may have been no group of their own."""
+
+    def rules(group: dict[str, Any]) -> list[Any]:
+        return [group.get(name) for name in _SAME_GROUP]
+
+    alike = [group for group in groups if rules(group) == rules(mine)]
+    exact = [group for group in alike if group.get(_EXPERTS) == mine.get(_EXPERTS)]
+    if not alike:
+        raise StateError(
+            f"the old layout's optimizer has no parameter group with {dict(zip(_SAME_GROUP, rules(mine), strict=True))}"
+        )
+    found = dict((exact or alike)[0])
+    if _EXPERTS in mine:
+        found[_EXPERTS] = mine[_EXPERTS]
+    return found
