@@ -569,10 +569,9 @@ class Coordinator:
             return []
         assert self.epoch is not None
         try:
-            target = target_of(wish, self.epoch, self.waiting_spares, self._next_number())
+            target = target_of(wish, self.epoch, self.waiting_spares, self._next_number(), self.domains, self.replicas)
         except ConfigurationError as error:
             return [Note("switch_refused", {"layout": wish.layout, "why": str(error)})]
-        target = replace(target, domains=tuple(self.domains[node] for node in target.slots))
         self.switch = Switch(target, wish.at, now)
         actions: list[Action] = [Prepare(target), Note("preparing", {"epoch": target.number, "layout": wish.layout})]
         return actions if self.switch.asap else [*actions, Hold()]

@@ -48,6 +48,7 @@ class Leader:
         self._store: Any = None
         self._next_store: Any = None
         self._switching = SwitchTimes()
+        self._taken: SwitchTimes | None = None
         self._last_state: dict[str, Any] | None = None
         self.version = 0
         self._evidence_at: float | None = None
@@ -130,8 +131,10 @@ class Leader:
             return
         if epoch.fresh:
             self._events.write("training", epoch=epoch.number)
-        elif self._switching.number == epoch.number:
-            self._say_switched(epoch)
+        elif self._taken is not None and self._taken.number == epoch.number:
+            summary = self._taken.summary(epoch, self._resumed, self._times)
+            self._events.write("switch_done", **summary.to_json())
+            say(summary.text())
         else:
             seconds = phases(self._evidence_at or self._published_at, self._published_at, self._times)
             again = max(0, self._newest - self._resumed)
@@ -148,11 +151,6 @@ class Leader:
             say(recovery.text())
         self._evidence_at = None
         self._share_state()
-
-    def _say_switched(self, epoch: Epoch) -> None:
-        summary = self._switching.summary(epoch, self._resumed, self._times)
-        self._events.write("switch_done", **summary.to_json())
-        say(summary.text())
 
     # -- hangs -------------------------------------------------------------------------------------
 
@@ -204,7 +202,7 @@ class Leader:
                 say(f"the change of layout is given up, training goes on as it was: {action.why}")
                 self._broadcast({"kind": "abandon"})
             elif isinstance(action, c.Switched):
-                self._times = {}
+                self._times, self._taken = {}, self._switching
                 self._store, self._next_store = self._next_store, None
                 self.machine.store_node = self._node
                 self._broadcast({"kind": "switched", "epoch": action.epoch.to_json()})

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_resilience.control.channel import Channel
@@ -13,6 +14,7 @@ from megatron_resilience.control.options import LaunchOptions
 from megatron_resilience.control.stacks import StackFile
 from megatron_resilience.control.watch import Pulse
 from megatron_resilience.errors import StateError
+from megatron_resilience.hotswap.endpoints import couriers
 from megatron_resilience.state.memory import SharedMemory, available_bytes
 from megatron_resilience.state.segment import sealed_generations
 from megatron_resilience.topology.epoch import Epoch
@@ -20,6 +22,7 @@ from megatron_resilience.topology.epoch import Epoch
 NEWCOMER, NODE, ADDRESS = (f"MEGATRON_RESILIENCE_{name}" for name in ("NEWCOMER", "NODE", "ADDRESS"))
 """Environment variables that tell a rank what it is."""
 _MEMORY_RESERVE = 0.05
+_COURIER = str(Path(__file__).parents[1] / "hotswap" / "courier.py")
 
 
 @dataclass
@@ -151,7 +154,11 @@ class Node:
             self.end_skeletons()
         for rank in mine:
             self.next[rank] = self._start(rank, epoch, newcomer=True)
-            self.tell(self.next[rank], {"kind": "epoch", "epoch": epoch.to_json()})
+        endpoint = couriers(epoch).get(self.node)
+        if endpoint is not None:
+            self.next[endpoint] = self._start(endpoint, epoch, newcomer=True, courier=True)
+        for process in self.next.values():
+            self.tell(process, {"kind": "epoch", "epoch": epoch.to_json()})
 
     def end_next(self) -> None:
         """Ends the next world's ranks, and gives their memory back."""
@@ -166,6 +173,8 @@ class Node:
         """Makes the next world this node's; the old one's ranks end, and their memory is given back."""
         for process in self.ranks.values():
             process.kill()
+        for rank in [r for r in self.next if r not in epoch.ranks_of(self.node)]:
+            self.next.pop(rank).kill()
         self.end_skeletons()
         self._free_memory(self.world)
         self.ranks, self.next, self.next_epoch, self.world = self.next, {}, None, epoch.world
@@ -239,14 +248,14 @@ class Node:
         mine = epoch.ranks_of(self.node)
         return bool(mine) and all(r in self.ranks and self.ranks[r].ready_epoch == epoch.number for r in mine)
 
-    def _start(self, rank: int, epoch: Epoch, newcomer: bool) -> RankProcess:
+    def _start(self, rank: int, epoch: Epoch, newcomer: bool, courier: bool = False) -> RankProcess:
         ours, theirs = Channel.pair()
         process = RankProcess(rank, ours, newcomer, epoch.world, ready_epoch=epoch.number if epoch.before else 0)
         self._last_ticket += 1
         self._tickets[self._last_ticket] = process
         message = {
             "ticket": self._last_ticket,
-            "argv": [self._options.script, *self._arguments(epoch)],
+            "argv": [_COURIER] if courier else [self._options.script, *self._arguments(epoch)],
             "env": self._environment(rank, epoch, newcomer),
         }
         self._zygote.send(message, [theirs.sock.fileno(), process.stacks.fd])
@@ -270,7 +279,7 @@ class Node:
             "RANK": str(rank),
             "WORLD_SIZE": str(epoch.world_size),
             "LOCAL_RANK": str(rank % per_node),
-            "LOCAL_WORLD_SIZE": str(len(epoch.ranks_of(epoch.node_of(rank)))),
+            "LOCAL_WORLD_SIZE": str(len(epoch.ranks_of(self.node)) or per_node),
             "GROUP_RANK": str(rank // per_node),
             "GROUP_WORLD_SIZE": str(len(epoch.slots)),
             "ROLE_RANK": str(rank),

@@ -12,10 +12,12 @@ where all stop. Nobody can have entered that step, and nobody waits for a step t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_resilience.deadpool.recovery import RestorePlan, Source
 from megatron_resilience.errors import ConfigurationError
+from megatron_resilience.hotswap.endpoints import peers
 from megatron_resilience.topology.epoch import Epoch
 
 PREPARE_LIMIT_S = 900.0
@@ -41,16 +43,20 @@ class Wish:
     at: int = 0
 
 
-def target_of(wish: Wish, now: Epoch, spares: list[str], number: int) -> Epoch:
+def target_of(
+    wish: Wish, now: Epoch, spares: list[str], number: int, domains: Mapping[str, str], replicas: int
+) -> Epoch:
     """The first epoch of the wished world.
 
     Args:
         now: the epoch that trains.
         spares: nodes that wait, in order.
         number: for the epoch.
+        domains: failure domain by node.
+        replicas: copies of each rank's state in other domains.
 
     Raises:
-        ConfigurationError: there are not enough nodes, or one of them is not there.
+        ConfigurationError: there are not enough nodes or failure domains, or a node is not there.
     """
     needed = -(-wish.ranks // now.nproc_per_node)
     there = [*now.slots, *spares]
@@ -64,15 +70,21 @@ def target_of(wish: Wish, now: Epoch, spares: list[str], number: int) -> Epoch:
             f"layout {wish.layout} has {wish.ranks} ranks, which takes {needed} nodes of {now.nproc_per_node}, "
             f"but only {len(there)} are there"
         )
+    slots = tuple(there[:needed])
+    if len({domains[node] for node in slots}) <= replicas:
+        raise ConfigurationError(
+            f"layout {wish.layout} would train on {', '.join(slots)} alone, and --deadpool-replicas {replicas} needs nodes in "
+            f"{replicas + 1} failure domains"
+        )
     cause = f"the layout changes from {now.layout or 'the one of the command line'} to {wish.layout}"
     return replace(
         now,
         number=number,
         cause=cause,
-        slots=tuple(there[:needed]),
+        slots=slots,
         fresh=False,
         newcomers=tuple(range(wish.ranks)),
-        domains=(),
+        domains=tuple(domains[node] for node in slots),
         world=number,
         layout=wish.layout,
         ranks=wish.ranks,
@@ -122,9 +134,9 @@ class Switch:
         return self.stop_at
 
     def ready(self, rank: int) -> bool:
-        """A rank of the new world is prepared; whether it was the last."""
+        """An endpoint is prepared; whether it was the last."""
         self.prepared.add(rank)
-        return len(self.prepared) == self.target.world_size
+        return self._all_prepared
 
     def park(self, rank: int, generation: int, slot: int) -> None:
         """A rank of the old world stands still, its state sealed."""
@@ -132,7 +144,7 @@ class Switch:
 
     def plan(self) -> RestorePlan | None:
         """What moves, once all old ranks are parked and all new ones are prepared; once."""
-        whole = len(self.parked) == self.before.world_size and len(self.prepared) == self.target.world_size
+        whole = len(self.parked) == self.before.world_size and self._all_prepared
         if self.moving or not whole:
             return None
         assert {generation for generation, _ in self.parked.values()} == {self.stop_at}
@@ -144,6 +156,10 @@ class Switch:
         """A rank of the new world holds its state and a copy of it elsewhere; whether it was the last."""
         self.joined.add(rank)
         return len(self.joined) == self.target.world_size
+
+    @property
+    def _all_prepared(self) -> bool:
+        return len(self.prepared) == len(peers(self.target))
 
     def overdue(self, now: float) -> str:
         """Why the switch has taken too long, or an empty text."""

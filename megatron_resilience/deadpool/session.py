@@ -35,6 +35,8 @@ from megatron_resilience.deadpool.protection import (
 from megatron_resilience.deadpool.recovery import RestorePlan
 from megatron_resilience.errors import Interrupted, StateError
 from megatron_resilience.hotswap.arrival import Arrival, Reshapable
+from megatron_resilience.hotswap.courier import TRANSFER_GROUP
+from megatron_resilience.hotswap.endpoints import couriers, peers
 from megatron_resilience.state.inventory import ITEM_SIZES
 from megatron_resilience.state.ledger import Ledger
 from megatron_resilience.state.memory import SharedMemory
@@ -132,6 +134,7 @@ class Session:
         self._allowance = StallAllowance(config.max_stall_s)
         self._restored_slot = 0
         self._replica: Any = None
+        self._transfer: Any = None
         self._segment: Segment | None = None
         self._kept: dict[int, Segment] = {}
         self._memory: dict[int, SharedMemory] = {}
@@ -282,10 +285,10 @@ class Session:
         self._link.send("prepared", epoch=epoch.number)
         plan = self._link.wait_plan(epoch.number)
         self._mark("planned")
-        arrival.move(plan, self._replica)
+        arrival.move(plan, self._transfer)
         self._mark("moved")
         tally = arrival.tally
-        self._times["bytes"] = {"kept": tally.kept, "sent": tally.sent, "peak": tally.peak}
+        self._times["bytes"] = {"kept": tally.kept, "received": tally.received, "peak": tally.peak}
         return plan.generation
 
     def _meet(self, epoch: Epoch) -> None:
@@ -305,6 +308,9 @@ class Session:
         everyone = tuple(range(epoch.world_size))
         self._control = gloo.build(GroupKey("resilience-control", everyone))
         self._replica = gloo.build(GroupKey("resilience-replica", everyone), REPLICA_TIMEOUT_S)
+        self._transfer = self._replica
+        if epoch.before is not None and couriers(epoch):
+            self._transfer = gloo.build(GroupKey(TRANSFER_GROUP, tuple(peers(epoch))))
         built = self._switch.build(live_handles(), fabrics)
         for fabric in self._fabrics:
             fabric.built()

@@ -24,7 +24,7 @@ class SwitchSummary:
         prepare_s: seconds of preparation, hidden: training went on meanwhile.
         wait_s: seconds that parked ranks waited for the preparation; part of "plan".
         seconds: of the pause by phase, in the order of :data:`PHASES`; the first step is the new world's own.
-        bytes: by what became of them (``kept`` on its node, ``sent`` between nodes), and ``peak`` of the staging buffers of
+        bytes: by what became of them (``kept`` on its node, ``received`` from other nodes), and ``peak`` of the staging buffers of
             any rank.
     """
 
@@ -57,7 +57,7 @@ class SwitchSummary:
     def text(self) -> str:
         """One paragraph for the console."""
         parts = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in self.seconds.items())
-        sent = self.bytes.get("sent", 0) / 2**20
+        sent = self.bytes.get("received", 0) / 2**20
         rate = f" at {sent / max(1e-9, self.seconds['move']) / 1024:.2f} GiB/s" if sent else ""
         return (
             f"switched (epoch {self.epoch}): {self.cause}; went on from generation {self.generation} after a pause of "
@@ -113,7 +113,7 @@ class SwitchTimes:
                 end = max(r[_ENDS[phase]] for r in ranks.values())
             seconds[phase] = max(0.0, end - before)
             before = max(before, end)
-        total = {name: sum(r["bytes"][name] for r in ranks.values()) for name in ("kept", "sent")} | {
+        total = {name: sum(r["bytes"][name] for r in ranks.values()) for name in ("kept", "received")} | {
             "peak": max(r["bytes"]["peak"] for r in ranks.values())
         }
         wait = max(0.0, self._prepared - max(self._parked, self._asked))

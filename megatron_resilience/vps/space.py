@@ -38,6 +38,7 @@ class StateSpace:
 
     def __init__(self, catalogue: Catalogue, layout: Layout, sharded_optimizer: bool = True) -> None:
         self.catalogue, self.layout = catalogue, layout
+        self.sharded_optimizer = sharded_optimizer
         columns = catalogue.columns
         self.flat = columns.is_flat & sharded_optimizer
         # Classes of tensors that share the shape of their replica sets, see `replicas`.

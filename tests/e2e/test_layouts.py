@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron_resilience.hotswap.flags import under_layout
-from megatron_resilience.observe.trace import differences, read
+from megatron_resilience.observe.trace import read
 from megatron_resilience.vps.layout import parse_layout
 from tests.e2e.test_hot_swap import longer
 from tests.e2e.test_load import STEADY, stock
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.e2e
 
 SAVED, SWITCH, LAST = 2, 6, 12
 RESHARDABLE = (*STEADY, "--dist-ckpt-optim-fully-reshardable")
+LOGICAL = str(Path(__file__).parents[1] / "support" / "logical.py")
 HOTSWAP = ("--deadpool", "--hotswap-parallelism")
 
 
@@ -52,3 +54,55 @@ def test_training_goes_on_as_stock_megatron_would(template: Template, tmp_path: 
     for rank, lines in read(tmp_path / "oracle").items():
         ours = [line for line in read(running.trace)[rank] if line["iteration"] > SWITCH]
         assert ours == lines
+
+
+def logical_state(folder: Path, moment: str, generation: int) -> dict[str, int | float]:
+    """The sums of all ranks together; of a step's number, which every rank with a part has, the one number."""
+    total: dict[str, int | float] = {}
+    for path in folder.glob(f"{moment}{generation}.*.json"):
+        for name, value in json.loads(path.read_text()).items():
+            if name.endswith("/step"):
+                assert total.setdefault(name, value) == value
+            else:
+                total[name] = (total.get(name, 0) + value) % 2**64
+    return total
+
+
+# Name: where it begins, where it goes, what differs from the configuration.
+TOURS = {
+    "dense": ("tp2_dp2_fp32", "TP1 PP2 DP2, TP1 DP1, TP2 PP2, DP4, TP4, PP4, TP2 DP2", ("--num-layers", "4")),
+    "llama": ("llama_tp2_sp_recompute", "PP2 DP2, TP2 PP2, DP4, DP1, PP2 VPP2 DP2, TP2 DP2", ("--num-layers", "4")),
+    "moe": (
+        "moe_ep2_dp4",
+        "EP4 DP4, TP2 DP2, TP2 EP2 DP2, PP2 DP2 EP2, DP1, EP2 DP2, TP2 DP2 EP4 ETP1, EP2 DP4",
+        ("--sequence-parallel",),
+    ),
+    "odd": (
+        "tp2_dp2_bf16_overlap",
+        "DP3, TP2 PP2, PP3, PP2 FIRST1 DP2, TP4, DP1, TP2 DP2",
+        ("--num-layers", "6", "--global-batch-size", "12", "--micro-batch-size", "1", "--vocab-size", "101"),
+    ),
+    "plain optimizer": ("no_distributed_optimizer", "DP4, TP2 PP2, DP1, TP2 DP2", ()),
+}
+
+
+@pytest.mark.parametrize("tour", TOURS)
+def test_a_tour_of_layouts_keeps_every_element_in_its_place(template: Template, tmp_path: Path, tour: str) -> None:
+    """One step in each layout; what each begins with is what the one before ended with, by Megatron's own metadata."""
+    name, layouts, more = TOURS[tour]
+    stops = [text.strip() for text in layouts.split(",")]
+    base = longer(name, 3 + len(stops), *more)
+    schedule = tmp_path / "schedule.yaml"
+    schedule.write_text("".join(f"{2 + i}: {layout}\n" for i, layout in enumerate(stops)))
+    (tmp_path / "sums").mkdir()
+    # One rank alone has nobody to keep its copies.
+    extra = (*HOTSWAP, "--deadpool-replicas", "0", "--hotswap-schedule", str(schedule))
+    env = {"SUMS": str(tmp_path / "sums")}
+    with job(template, tmp_path / "run", base, extra, script=LOGICAL, env=env) as running:
+        running.finish(timeout=400)
+    switches = running.of_kind("switch_done")
+    assert [s["generation"] for s in switches] == [2 + i for i in range(len(stops))], running.child.output[-3000:]
+    for switch in switches:
+        ended = logical_state(tmp_path / "sums", "end", switch["generation"])
+        began = logical_state(tmp_path / "sums", "begin", switch["generation"])
+        assert ended and ended == began, switch["cause"]
