@@ -41,7 +41,7 @@ def pack(fragment: Fields, out: torch.Tensor, begin: int, end: int) -> None:
         size = view.numel() * view.element_size()
         low, high = max(begin, at), min(end, at + size)
         if low < high:
-            flat = view.reshape(-1).view(torch.uint8)
+            flat = view.reshape(-1).contiguous().view(torch.uint8)
             out[low - begin : high - begin].copy_(flat[low - at : high - at])
         at += size
 

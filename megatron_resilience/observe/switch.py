@@ -24,8 +24,8 @@ class SwitchSummary:
         prepare_s: seconds of preparation, hidden: training went on meanwhile.
         wait_s: seconds that parked ranks waited for the preparation; part of "plan".
         seconds: of the pause by phase, in the order of :data:`PHASES`; the first step is the new world's own.
-        bytes: by what became of them (``kept`` on its node, ``received`` from other nodes), and ``peak`` of the staging buffers of
-            any rank.
+        bytes: by what became of them (``kept`` on its node, ``received`` from other nodes), and ``peak`` of the staging buffers
+            of any rank.
     """
 
     epoch: int

@@ -19,6 +19,7 @@ from megatron_resilience.megatron_adapter.catalogue import _labels_of_modules, l
 from megatron_resilience.megatron_adapter.state import masters
 
 FIELDS = ("exp_avg", "exp_avg_sq")
+PADDED = ("embedding.word_embeddings.weight", "output")
 _held = {}
 
 
@@ -56,6 +57,7 @@ def mixed(bits, places):
 def sums(model, optimizer):
     """By name and field."""
     out = {}
+    vocabulary = get_args().vocab_size
     labels = labels_of(model)
     tied_copy = (
         {p for p, (name, _) in labels.items() if name == "output"}
@@ -78,9 +80,11 @@ def sums(model, optimizer):
             if replicated and not expert and mpu.get_tensor_model_parallel_rank():
                 continue
             state = part.optimizer.state[master]
+            # Rows of the vocabulary's padding come and go with TP.
+            real = places < vocabulary * parameter.shape[1] if name in PADDED else slice(None)
             for field, tensor in [("master", master), *((f, state[f]) for f in FIELDS if f in state)]:
                 bits = tensor.detach().reshape(-1).view(torch.int32).numpy().view(np.uint32)
-                out[f"{name}/{field}"] = (out.get(f"{name}/{field}", 0) + mixed(bits, places)) % 2**64
+                out[f"{name}/{field}"] = (out.get(f"{name}/{field}", 0) + mixed(bits[real], places[real])) % 2**64
             if "step" in state:
                 out[f"{name}/step"] = float(state["step"])
     return out

@@ -1,0 +1,150 @@
+"""Decisions about a change of layout, without a process or a socket."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_resilience.control import coordinator as c
+from megatron_resilience.control.membership import Evidence
+from megatron_resilience.control.switching import Wish, target_of
+from megatron_resilience.errors import ConfigurationError
+from tests.control.test_coordinator import SETTINGS, act, joined, only, running
+
+WISH = Wish("TP1·PP2·DP2", 4, at=7)
+
+
+def none_of(actions, *kinds):
+    return not [a for a in actions if isinstance(a, kinds)]
+
+
+def held(epoch, limits):
+    return [c.RankHeld(rank, epoch, limit) for rank, limit in enumerate(limits)]
+
+
+def prepared(epoch, ranks=4):
+    return [c.RankPrepared(rank, epoch) for rank in range(ranks)]
+
+
+def parked(epoch, generation, ranks=4):
+    return [c.RankParked(rank, epoch, generation, rank % 2) for rank in range(ranks)]
+
+
+def moving(wish=WISH):
+    """A machine whose change is at its last stage: everything is on its way."""
+    machine = running()
+    act(machine, c.SwitchAsked(wish), *held(1, [4, 5, 4, 4]))
+    act(machine, *prepared(2), *parked(1, 7))
+    assert machine.switch is not None and machine.switch.moving
+    return machine
+
+
+def test_a_change_of_layout_from_the_wish_to_the_end():
+    machine = running()
+    actions = act(machine, c.SwitchAsked(WISH))
+    target = only(actions, c.Prepare).epoch
+    assert (target.number, target.world, target.layout, target.ranks) == (2, 2, "TP1·PP2·DP2", 4)
+    assert target.before.number == 1 and target.newcomers == (0, 1, 2, 3)
+    only(actions, c.Hold)
+    assert machine.epoch.number == 1, "training goes on"
+    assert none_of(act(machine, *held(1, [4, 5, 4])), c.StopAt)
+    assert only(act(machine, c.RankHeld(3, 1, 4)), c.StopAt).generation == 7
+    assert none_of(act(machine, *prepared(2)), c.SendPlan)
+    plan = only(act(machine, *parked(1, 7)), c.SendPlan).plan
+    assert (plan.epoch, plan.generation) == (2, 7)
+    assert [(s.holder, s.slot) for s in plan.sources] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert none_of(act(machine, *joined(2, 7)[:3]), c.Switched) and machine.epoch.number == 1
+    assert only(act(machine, joined(2, 7)[3]), c.Switched).epoch.number == 2
+    assert machine.epoch.layout == "TP1·PP2·DP2" and machine.epoch.before is None
+    assert machine.phase is c.Phase.RUNNING and machine.switch is None
+
+
+def test_as_soon_as_possible_agrees_when_the_new_world_is_ready():
+    machine = running()
+    assert none_of(act(machine, c.SwitchAsked(replace(WISH, at=0))), c.Hold)
+    only(act(machine, *prepared(2)), c.Hold)
+    assert only(act(machine, *held(1, [9, 10, 9, 9])), c.StopAt).generation == 10
+    only(act(machine, *parked(1, 10)), c.SendPlan)
+
+
+@given(st.lists(st.integers(0, 20), min_size=4, max_size=4), st.integers(1, 20))
+def test_nobody_is_asked_to_stop_where_somebody_has_been(limits, at):
+    machine = running()
+    act(machine, c.SwitchAsked(replace(WISH, at=at)))
+    stop = only(act(machine, *held(1, limits)), c.StopAt).generation
+    assert stop >= at
+    # A rank goes no further than its limit until it hears: it has not entered the step after `stop`.
+    assert all(stop >= limit for limit in limits)
+    assert stop in (at, *limits)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        c.RankExited("a", 1, 2, 1, -1),
+        c.RankBroken(1, 2, "gloo"),
+        c.RankFatal(1, "parameters differ", 2),
+        c.RankFinished(0, 1),
+    ],
+)
+def test_a_failure_of_the_new_world_leaves_the_old_one_training(event):
+    machine = moving()
+    events = [c.RankFinished(r, 1) for r in range(4)] if isinstance(event, c.RankFinished) else [event]
+    actions = act(machine, *events)
+    only(actions, c.Abandon)
+    assert none_of(actions, c.Stop, c.Publish)
+    assert machine.epoch.number == 1 and machine.switch is None
+    assert not act(machine, *joined(2, 7)), "what the new world still says is nothing"
+
+
+def test_a_node_that_dies_in_the_middle_is_replaced_in_the_old_layout():
+    machine = moving()
+    actions = act(machine, c.NodeLost("b", Evidence.CLOSED))
+    only(actions, c.Abandon)
+    epoch = only(actions, c.Publish).epoch
+    assert (epoch.number, epoch.slots, epoch.layout, epoch.before) == (3, ("a", "c"), "", None)
+    assert epoch.world == 1
+
+
+def test_a_recovery_after_the_change_stays_in_the_new_layout():
+    machine = moving()
+    act(machine, *joined(2, 7))
+    epoch = only(act(machine, c.RankExited("a", 1, 2, -9, 8)), c.Publish).epoch
+    assert (epoch.number, epoch.layout, epoch.world, epoch.newcomers) == (3, WISH.layout, 2, (1,))
+
+
+def test_a_wait_that_takes_too_long_ends():
+    machine = moving()
+    only(act(machine, c.Tick(), now=1e6), c.Abandon)
+
+
+def test_wishes_that_cannot_be():
+    machine = running()
+    act(machine, c.SwitchAsked(WISH))
+    (note,) = act(machine, c.SwitchAsked(WISH))
+    assert note.fields["why"] == "another change is under way"
+    epoch, domains = running().epoch, dict(zip("abc", "xxy", strict=True))
+    with pytest.raises(ConfigurationError, match="takes 4 nodes of 2, but only 3 are there"):
+        target_of(Wish("DP8", 8), epoch, ["c"], 2, domains, 1)
+    with pytest.raises(ConfigurationError, match="z is not among the nodes"):
+        target_of(Wish("DP4", 4, ("a", "z")), epoch, ["c"], 2, domains, 1)
+    with pytest.raises(ConfigurationError, match="a, b alone, and --deadpool-replicas 1"):
+        target_of(Wish("DP4", 4), epoch, ["c"], 2, domains, 1)
+    assert target_of(Wish("DP4", 4, ("c", "a")), epoch, ["c"], 2, domains, 1).slots == ("c", "a")
+    assert target_of(Wish("DP6", 6), epoch, ["c"], 2, domains, 1).slots == ("a", "b", "c")
+
+
+def test_a_wish_during_a_recovery_waits_for_its_end():
+    machine = running()
+    act(machine, c.RankExited("a", 1, 1, -9, 3))
+    assert not act(machine, c.SwitchAsked(WISH))
+    only(act(machine, *joined(2, 3)), c.Prepare)
+
+
+def test_a_successor_knows_which_numbers_were_given():
+    machine = running()
+    act(machine, c.SwitchAsked(WISH))
+    heir = c.Coordinator.from_json(SETTINGS, machine.to_json())
+    epoch = only(act(heir, c.RankExited("a", 1, 1, -9, 3)), c.Publish).epoch
+    assert epoch.number == 3, "the abandoned world had number 2"
