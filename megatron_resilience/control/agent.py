@@ -279,7 +279,8 @@ class Agent:
             for message in process.said.values():
                 self._leader.message(self._id, message)
         # A change of layout that the predecessor had not ended is given up.
-        self._leader.end_unfinished_switch()
+        if self.node.next_epoch is not None:
+            self._leader.end_unfinished_switch(self.node.next_epoch)
         for node in list(self._leader.machine.alive):
             if node != self._id and node not in self._followers:
                 self._leader.lost(node, passed.get(node, Evidence.SILENT))

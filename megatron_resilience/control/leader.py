@@ -117,8 +117,11 @@ class Leader:
         self._last_state = None
         self._share_state()
 
-    def end_unfinished_switch(self) -> None:
-        """As successor: ends what the predecessor may have begun."""
+    def end_unfinished_switch(self, target: Epoch) -> None:
+        """As successor: ends a change of layout that the predecessor had begun."""
+        why = "the node that led it is gone"
+        self._events.write("switch_abandoned", layout=target.layout, why=why)
+        say(f"the change to {target.layout} is given up: {why}")
         self._broadcast({"kind": "abandon"})
 
     def _stepped(self, rank: int, message: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.e2e
 SAVED, SWITCH, LAST = 2, 6, 12
 RESHARDABLE = (*STEADY, "--dist-ckpt-optim-fully-reshardable")
 LOGICAL = str(Path(__file__).parents[1] / "support" / "logical.py")
+DIE_IN_SWITCH = str(Path(__file__).parents[1] / "support" / "die_in_switch.py")
 HOTSWAP = ("--deadpool", "--hotswap-parallelism")
 
 
@@ -106,3 +108,39 @@ def test_a_tour_of_layouts_keeps_every_element_in_its_place(template: Template, 
         ended = logical_state(tmp_path / "sums", "end", switch["generation"])
         began = logical_state(tmp_path / "sums", "begin", switch["generation"])
         assert ended and ended == began, switch["cause"]
+
+
+def assert_equal_until(trace: Path, oracle: Path, generation: int) -> None:
+    """Every execution of every step up to a generation is the oracle's."""
+    for rank, lines in read(oracle).items():
+        expected = {line["iteration"]: line for line in lines}
+        for line in read(trace)[rank]:
+            if line["iteration"] <= generation:
+                assert line == expected[line["iteration"]]
+
+
+@pytest.mark.parametrize(("what", "rank"), [("rank", 1), ("node", 0), ("node", 3)])
+def test_a_death_in_the_middle_of_a_switch_loses_nothing(
+    template: Template, tmp_path: Path, oracle: Callable[[Configuration], Path], what: str, rank: int
+) -> None:
+    """The old layout trains on (with a spare where a node died), and the change is made later."""
+    base = longer("tp2_dp2_fp32", 60)
+    schedule = tmp_path / "schedule.yaml"
+    schedule.write_text("4: PP2 DP2\n")
+    (tmp_path / "sums").mkdir()
+    env = {
+        "SUMS": str(tmp_path / "sums"),
+        "DIE_RANK": str(rank),
+        "DIE_WHAT": what,
+        "DIE_MARKER": str(tmp_path / "died"),
+    }
+    extra = (*HOTSWAP, "--hotswap-schedule", str(schedule))
+    with job(template, tmp_path / "run", base, extra, script=DIE_IN_SWITCH, env=env) as running:
+        running.finish(timeout=200)
+    (abandoned,) = running.of_kind("switch_abandoned")
+    (switched,) = running.of_kind("switch_done")
+    assert len(running.of_kind("recovered")) == (what == "node")
+    assert abandoned["layout"] == "TP1·PP2·DP2" and switched["generation"] > 4
+    ended, began = (logical_state(tmp_path / "sums", moment, switched["generation"]) for moment in ("end", "begin"))
+    assert ended and ended == began
+    assert_equal_until(running.trace, oracle(base), switched["generation"])
