@@ -19,6 +19,7 @@ _HELP = {
     "unblock_timeout_s": "seconds after which a rank that does not leave a dead world is killed and started again",
     "hang_timeout_s": "seconds in one step, or without a sign of life, after which the rank that the others wait for is "
     "killed (0: off; at most half of --distributed-timeout-minutes)",
+    "on_no_spare": "when a node is lost and no spare is left: stop, or with --hotswap-parallelism shrink to a smaller layout",
     "verify": "compare parameters across replicas by hash before training goes on (true or false)",
 }
 
@@ -43,13 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the parallel layout and the number of ranks change while the job trains (with --deadpool)",
     )
     group.add_argument(
+        "--hotswap-fallbacks",
+        metavar="LAYOUTS",
+        help="with --deadpool-on-no-spare shrink: layouts to try in this order, as `TP2 PP2 DP2, TP2 DP2` (default: TP is kept "
+        "first, then PP, then EP)",
+    )
+    group.add_argument(
         "--hotswap-schedule",
         type=Path,
         metavar="FILE",
         help="YAML, iteration to layout: `100: TP2 PP2 DP2` changes to that layout after iteration 100",
     )
     for setting in fields(DeadpoolConfig):
-        kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _boolean}
+        kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _boolean, "str": str}
         group.add_argument(
             flag_of(setting.name),
             dest=_dest(setting.name),
@@ -65,10 +72,11 @@ def config_from(args: argparse.Namespace) -> DeadpoolConfig | None:
     Raises:
         ConfigurationError: names the flag or file at fault.
     """
-    if args.hotswap_schedule is not None and not args.hotswap_parallelism:
-        raise ConfigurationError(
-            "--hotswap-schedule does nothing without --hotswap-parallelism: add it, or leave both out"
-        )
+    for flag in ("schedule", "fallbacks"):
+        if getattr(args, f"hotswap_{flag}") is not None and not args.hotswap_parallelism:
+            raise ConfigurationError(
+                f"--hotswap-{flag} does nothing without --hotswap-parallelism: add it, or leave both out"
+            )
     if args.hotswap_parallelism and not args.deadpool:
         raise ConfigurationError(
             "--hotswap-parallelism moves the copies of the state that --deadpool keeps: add --deadpool (on a single node with "
@@ -81,7 +89,10 @@ def config_from(args: argparse.Namespace) -> DeadpoolConfig | None:
             flags = ", ".join(map(flag_of, given)) or "--deadpool-config"
             raise ConfigurationError(f"{flags} does nothing without --deadpool: add it, or leave them out")
         return None
-    return DeadpoolConfig(**{**_from_file(args.deadpool_config), **given})
+    config = DeadpoolConfig(**{**_from_file(args.deadpool_config), **given})
+    if config.on_no_spare == "shrink" and not args.hotswap_parallelism:
+        raise ConfigurationError("--deadpool-on-no-spare shrink changes the layout: add --hotswap-parallelism")
+    return config
 
 
 def _from_file(path: Path | None) -> dict[str, Any]:
@@ -99,7 +110,12 @@ def _from_file(path: Path | None) -> dict[str, Any]:
         )
     types = {f.name: str(f.type) for f in fields(DeadpoolConfig)}
     for key, value in data.items():
-        accepted: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+        accepted: dict[str, tuple[type, ...]] = {
+            "int": (int,),
+            "float": (int, float),
+            "bool": (bool,),
+            "str": (str,),
+        }
         wanted = accepted[types[known[key]]]
         if not isinstance(value, wanted) or (isinstance(value, bool) and types[known[key]] != "bool"):
             raise ConfigurationError(f"--deadpool-config {path}: {key} is {value!r}, expected {types[known[key]]}")

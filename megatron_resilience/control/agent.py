@@ -403,7 +403,7 @@ class Agent:
         elif kind == "drop_memory":
             self.node.drop_memory(process, message["owners"])
         elif kind == "shelf":
-            self.node.keep_shelf(process, received[1][0], message["size"])
+            self.node.keep_shelf(process, message["owner"], received[1][0], message["size"])
         elif kind == "borrow":
             self.node.lend(process, message["world"], message["sources"])
         elif self.node.next.get(process.rank) is process:

@@ -29,6 +29,7 @@ class Decision(enum.StrEnum):
     RESTART_RANK = "restart the rank in place"
     RENEW = "renew the connections"
     REPLACE_NODE = "replace the node by a spare"
+    SHRINK = "go on with fewer nodes in a smaller layout"
     STOP = "stop the job"
 
 
@@ -45,6 +46,7 @@ class Fault:
         same_step: faults of this rank in the same step before.
         on_node: faults of ranks on the same node that are remembered, this one included.
         whole_node: with this rank, all ranks of its node (of more than one) are down.
+        smaller: a layout for the nodes that are left is known.
     """
 
     sign: Sign
@@ -55,6 +57,7 @@ class Fault:
     same_step: int = 0
     on_node: int = 1
     whole_node: bool = False
+    smaller: bool = False
 
     @property
     def replaceable(self) -> bool:
@@ -75,6 +78,11 @@ _RANK = (Sign.RANK_ENDED, Sign.RANK_HUNG)
 
 TABLE = (
     Rule(lambda f: f.sign is Sign.NODE_GONE and f.spares > 0, Decision.REPLACE_NODE, "a spare waits"),
+    Rule(
+        lambda f: f.sign is Sign.NODE_GONE and f.smaller and f.begun and f.copies,
+        Decision.SHRINK,
+        "no spare is left",
+    ),
     Rule(
         lambda f: f.sign is Sign.NODE_GONE,
         Decision.STOP,

@@ -17,12 +17,14 @@ from typing import Any
 
 from megatron_resilience.control.classification import WINDOW, Decision, Fault, Sign, classify
 from megatron_resilience.control.membership import Evidence, may_go_on
-from megatron_resilience.control.switching import Switch, Wish, target_of
+from megatron_resilience.control.switching import Fallback, Switch, Wish, target_of
 from megatron_resilience.deadpool.recovery import Holding, RestorePlan, plan_restore
 from megatron_resilience.errors import ConfigurationError, StateError
 from megatron_resilience.topology.epoch import Epoch
 
 _REMEMBERED = 5
+GROW_AGAIN_S = 60.0
+"""Between two attempts to go back to a larger layout."""
 FRUITLESS_LIMIT = 8
 """Recoveries in a row without a completed step, after which the fault is not in the machines."""
 
@@ -173,6 +175,14 @@ class SwitchAsked:
 
 
 @dataclass(frozen=True)
+class FallbacksKnown:
+    """Layouts for fewer nodes, by number of nodes; for as many as train now, the present one."""
+
+    epoch: int
+    layouts: dict[int, Fallback]
+
+
+@dataclass(frozen=True)
 class RankHeld:
     """A rank goes no further than to generation ``limit`` without further word."""
 
@@ -217,6 +227,7 @@ Event = (
     | RankFinished
     | RankFatal
     | SwitchAsked
+    | FallbacksKnown
     | RankHeld
     | RankPrepared
     | RankParked
@@ -314,6 +325,9 @@ class Coordinator:
     numbers: int = 0
     switch: Switch | None = None
     wish: Wish | None = None
+    fallbacks: dict[int, Fallback] = field(default_factory=dict)
+    grow_to: Fallback | None = None
+    grow_not_before: float = 0.0
     _ready: set[int] = field(default_factory=set)
     _joined: set[int] = field(default_factory=set)
     _finished: set[int] = field(default_factory=set)
@@ -347,6 +361,7 @@ class Coordinator:
             RankFinished: self._rank_finished,
             RankFatal: self._rank_fatal,
             SwitchAsked: self._switch_asked,
+            FallbacksKnown: self._fallbacks_known,
             RankHeld: self._rank_held,
             RankPrepared: self._rank_prepared,
             RankParked: self._rank_parked,
@@ -402,11 +417,33 @@ class Coordinator:
             if set(ranks) <= self._exited:
                 return actions
             return actions + self._stop(1, f"node {event.node} died after training had ended, before its ranks had")
-        rule = classify(Fault(Sign.NODE_GONE, spares=len(self.waiting_spares)))
+        smaller = self._smaller({*self.epoch.lost, event.node})
+        rule = classify(
+            Fault(
+                Sign.NODE_GONE,
+                begun=self.stepped,
+                spares=0 if self.epoch.lost else len(self.waiting_spares),
+                copies=self.replicas > 0,
+                smaller=smaller is not None,
+            )
+        )
         what = f"node {event.node} is gone ({event.evidence})"
+        if rule.decision is Decision.SHRINK:
+            return actions + self._suspend(f"{what} and {rule.reason}", {*self.epoch.lost, event.node})
         if rule.decision is Decision.STOP:
             return actions + self._stop(1, f"{what} and {rule.reason}")
         return actions + self._replace_node(event.node, what)
+
+    def _smaller(self, lost: set[str]) -> Fallback | None:
+        """The layout for the nodes that are left."""
+        assert self.epoch is not None
+        left = len([n for n in self.alive if n not in lost])
+        known = [count for count in self.fallbacks if count <= left]
+        return self.fallbacks[max(known)] if known else None
+
+    def _suspend(self, cause: str, lost: set[str]) -> list[Action]:
+        """Stops the survivors, to go on with them in a smaller layout."""
+        return self._again(cause, lost=tuple(sorted(lost)))
 
     def _replace_node(self, node: str, what: str) -> list[Action]:
         """The first waiting spare takes a node's slot."""
@@ -494,6 +531,8 @@ class Coordinator:
         epoch = self.epoch
         if epoch is None or epoch.fresh or self._planned:
             return []
+        if epoch.lost:
+            return self._maybe_shrink(epoch)
         if len(self._ready) < epoch.world_size or set(self._held) < set(epoch.slots):
             return []
         nodes = [epoch.node_of(rank) for rank in range(epoch.world_size)]
@@ -505,6 +544,26 @@ class Coordinator:
             return self._again("nothing was protected yet, everyone starts again", fresh=True)
         self._planned = True
         return [SendPlan(plan), Note("plan", {"epoch": plan.epoch, "generation": plan.generation})]
+
+    def _maybe_shrink(self, epoch: Epoch) -> list[Action]:
+        """When the survivors have stopped: the smaller world is started, from what they and the copies they keep hold."""
+        if set(self._held) < {node for node in epoch.slots if node not in epoch.lost}:
+            return []
+        nodes = [epoch.node_of(rank) for rank in range(epoch.world_size)]
+        fallback = self._smaller(set(epoch.lost))
+        try:
+            plan = plan_restore(epoch.number, nodes, [h for held in self._held.values() for h in held])
+            if fallback is None:
+                raise ConfigurationError("no smaller layout is known for the nodes that are left")
+            wish = Wish(fallback.layout, fallback.ranks, tuple(self.alive), plan.generation)
+            target = target_of(wish, epoch, [], self._next_number(), self.domains, self.replicas)
+        except (StateError, ConfigurationError) as error:
+            return self._stop(1, f"{epoch.cause}: {error}")
+        self._planned = True
+        target = replace(target, lost=(), sources=tuple(source.holder for source in plan.sources))
+        self.switch = Switch.of_survivors(target, plan)
+        self.grow_to = self.grow_to or self.fallbacks.get(len(epoch.slots))
+        return [Prepare(target), Note("preparing", {"epoch": target.number, "layout": target.layout})]
 
     def _rank_joined(self, event: RankJoined, now: float) -> list[Action]:
         if self._of_switch(event.epoch):
@@ -576,6 +635,11 @@ class Coordinator:
         actions: list[Action] = [Prepare(target), Note("preparing", {"epoch": target.number, "layout": wish.layout})]
         return actions if self.switch.asap else [*actions, Hold()]
 
+    def _fallbacks_known(self, event: FallbacksKnown, now: float) -> list[Action]:
+        if self._is_current(event.epoch):
+            self.fallbacks = dict(event.layouts)
+        return []
+
     def _rank_held(self, event: RankHeld, now: float) -> list[Action]:
         if self.switch is None or event.epoch != self.switch.before.number:
             return []
@@ -610,7 +674,10 @@ class Coordinator:
         """The point of no return: the new world holds everything, and copies of it on other nodes."""
         assert self.switch is not None
         target, self.switch = self.switch.target, None
-        self.epoch = replace(target, before=None)
+        if self.grow_to is not None and self.grow_to.layout == target.layout:
+            self.grow_to = None
+        self.phase, self.fallbacks = Phase.RUNNING, {}
+        self.epoch = replace(target, before=None, sources=())
         self._joined = set(range(target.world_size))
         self._ready, self._finished, self._exited, self._down = set(), set(), set(), set()
         self._broken_at, self._broken, self._planned = None, set(), True
@@ -620,7 +687,11 @@ class Coordinator:
         if self.switch is None:
             return []
         layout, self.switch = self.switch.target.layout, None
-        return [Abandon(why), Note("switch_abandoned", {"layout": layout, "why": why})]
+        actions: list[Action] = [Abandon(why), Note("switch_abandoned", {"layout": layout, "why": why})]
+        if self.epoch is not None and self.epoch.lost and why != self.epoch.cause:
+            # There is no old layout to go on in: once more.
+            return actions + self._suspend(why, set(self.epoch.lost))
+        return actions
 
     def _of_switch(self, epoch: int) -> bool:
         return self.switch is not None and epoch == self.switch.target.number
@@ -639,7 +710,17 @@ class Coordinator:
             return self._renew()
         if self.switch is not None and (late := self.switch.overdue(now)):
             return self._abandon(late)
-        return []
+        return self._maybe_grow(now)
+
+    def _maybe_grow(self, now: float) -> list[Action]:
+        """Back to the layout that a loss made smaller, when there are nodes for it again."""
+        if self.grow_to is None or self.phase is not Phase.RUNNING or self.switch is not None or self.epoch is None:
+            return []
+        nodes = -(-self.grow_to.ranks // self.settings.nproc_per_node)
+        if now < self.grow_not_before or len(self.epoch.slots) + len(self.waiting_spares) < nodes:
+            return []
+        self.grow_not_before = now + GROW_AGAIN_S
+        return self._switch_asked(SwitchAsked(Wish(self.grow_to.layout, self.grow_to.ranks)), now)
 
     # -- epochs ------------------------------------------------------------------------------------
 
@@ -653,6 +734,7 @@ class Coordinator:
         slots: tuple[str, ...] | None = None,
         newcomers: tuple[int, ...] = (),
         fresh: bool = False,
+        lost: tuple[str, ...] = (),
     ) -> list[Action]:
         assert self.epoch is not None
         self.restarts += 1
@@ -679,6 +761,7 @@ class Coordinator:
                 before=None,
                 slots=slots or self.epoch.slots,
                 fresh=fresh or not begun,
+                lost=lost or self.epoch.lost,
                 newcomers=tuple(sorted({*newcomers, *waiting})),
             )
         )
@@ -722,6 +805,8 @@ class Coordinator:
             "fruitless": self.fruitless,
             "store_node": self.store_node,
             "numbers": self.numbers,
+            "fallbacks": {n: [f.layout, f.ranks] for n, f in self.fallbacks.items()},
+            "grow_to": [self.grow_to.layout, self.grow_to.ranks] if self.grow_to else None,
         }
 
     @classmethod
@@ -744,4 +829,6 @@ class Coordinator:
             fruitless=data["fruitless"],
             store_node=data["store_node"],
             numbers=data["numbers"],
+            fallbacks={int(n): Fallback(*f) for n, f in data["fallbacks"].items()},
+            grow_to=Fallback(*data["grow_to"]) if data["grow_to"] else None,
         )

@@ -12,7 +12,7 @@ from megatron_resilience.control import coordinator as c
 from megatron_resilience.control.hang import Finding, Standing
 from megatron_resilience.control.membership import Evidence
 from megatron_resilience.control.survey import Surveys
-from megatron_resilience.control.switching import Wish
+from megatron_resilience.control.switching import Fallback, Wish
 from megatron_resilience.deadpool.recovery import Holding
 from megatron_resilience.observe.console import say
 from megatron_resilience.observe.events import EventLog
@@ -96,6 +96,9 @@ class Leader:
         elif kind == "wish":
             wish = Wish(message["layout"], message["ranks"], tuple(message["nodes"]), message["at"])
             self.event(c.SwitchAsked(wish))
+        elif kind == "fallbacks":
+            known = {int(nodes): Fallback(*layout) for nodes, layout in message["layouts"].items()}
+            self.event(c.FallbacksKnown(message["epoch"], known))
         elif kind == "held":
             self.event(c.RankHeld(rank, message["epoch"], message["limit"]))
         elif kind == "prepared":
@@ -242,6 +245,8 @@ class Leader:
         assert self.machine.switch is not None
         self.machine.switch.target = replace(epoch, store=store, token=secrets.token_hex(16))
         self._switching = SwitchTimes(epoch.number)
+        if epoch.before is not None and epoch.before.lost:
+            self._switching.lost(self._evidence_at or time.time())
         say(f"epoch {epoch.number} is being prepared: {epoch.cause}")
         self._broadcast({"kind": "prepare", "epoch": self.machine.switch.target.to_json()})
 

@@ -139,6 +139,11 @@ class AgentLink:
     def _lent_error(self) -> str | None:
         return next((message["error"] for message, _ in self._lent if "error" in message), None)
 
+    @property
+    def training_epoch(self) -> int:
+        """Number of the epoch that this rank trains in."""
+        return self._trains_in
+
     # -- changes of layout -------------------------------------------------------------------------
 
     def trains(self, epoch: int, generation: int) -> None:

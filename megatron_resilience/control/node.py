@@ -114,7 +114,7 @@ class Node:
             if rank not in mine:
                 self.ranks.pop(rank).kill()
         for rank in mine:
-            if rank in self.ranks:
+            if rank in self.ranks or epoch.lost:
                 continue
             if rank in self.skeletons:
                 self.ranks[rank] = self.skeletons.pop(rank)
@@ -124,7 +124,7 @@ class Node:
             self.end_skeletons()
         else:
             self._free_memory()
-        for rank in mine:
+        for rank in [r for r in mine if r in self.ranks]:
             self.tell(self.ranks[rank], {"kind": "epoch", "epoch": epoch.to_json()})
 
     def prepare(self, epoch: Epoch, slots: int) -> None:
@@ -182,9 +182,12 @@ class Node:
             process.ready_epoch = epoch.number
             self.tell(process, {"kind": "go", "epoch": epoch.number})
 
-    def keep_shelf(self, process: RankProcess, fd: int, size: int) -> None:
+    def keep_shelf(self, process: RankProcess, owner: int, fd: int, size: int) -> None:
         """Keeps the table of a rank's segment, with which others can read it."""
-        self._shelves[process.world, process.rank] = SharedMemory(fd, size)
+        known = self._shelves.pop((process.world, owner), None)
+        if known is not None:
+            known.close()
+        self._shelves[process.world, owner] = SharedMemory(fd, size)
 
     def lend(self, process: RankProcess, world: int, sources: list[list[int]]) -> None:
         """Hands a rank the memory of another world: of each source its holder's segment, and the owner's table.
@@ -246,6 +249,8 @@ class Node:
     def all_ready(self, epoch: Epoch) -> bool:
         """Whether every rank of this node waits at the door of the epoch."""
         mine = epoch.ranks_of(self.node)
+        if epoch.lost:
+            mine = tuple(r for r in mine if r in self.ranks)
         return bool(mine) and all(r in self.ranks and self.ranks[r].ready_epoch == epoch.number for r in mine)
 
     def _start(self, rank: int, epoch: Epoch, newcomer: bool, courier: bool = False) -> RankProcess:

@@ -43,6 +43,19 @@ class Wish:
     at: int = 0
 
 
+@dataclass(frozen=True)
+class Fallback:
+    """A layout to go on in when nodes are lost and no spare is left.
+
+    Attributes:
+        layout: as text.
+        ranks: that it has.
+    """
+
+    layout: str
+    ranks: int
+
+
 def target_of(
     wish: Wish, now: Epoch, spares: list[str], number: int, domains: Mapping[str, str], replicas: int
 ) -> Epoch:
@@ -113,6 +126,14 @@ class Switch:
     prepared: set[int] = field(default_factory=set)
     parked: dict[int, tuple[int, int]] = field(default_factory=dict)
     joined: set[int] = field(default_factory=set)
+    _sources: tuple[Source, ...] = ()
+
+    @classmethod
+    def of_survivors(cls, target: Epoch, plan: RestorePlan) -> Switch:
+        """The change to a smaller layout after a loss: the old world stands already."""
+        switch = cls(target, plan.generation, 0.0, stop_at=plan.generation)
+        switch._sources = plan.sources
+        return switch
 
     @property
     def before(self) -> Epoch:
@@ -123,7 +144,7 @@ class Switch:
     @property
     def asap(self) -> bool:
         """Whether the stop is agreed only when the new world is ready."""
-        return self.at == 0
+        return self.at == 0 and not self._sources
 
     def held(self, rank: int, limit: int) -> int | None:
         """A rank named the generation that it will not pass; returns the agreed one when all have."""
@@ -144,9 +165,12 @@ class Switch:
 
     def plan(self) -> RestorePlan | None:
         """What moves, once all old ranks are parked and all new ones are prepared; once."""
-        whole = len(self.parked) == self.before.world_size and self._all_prepared
+        whole = (self._sources or len(self.parked) == self.before.world_size) and self._all_prepared
         if self.moving or not whole:
             return None
+        if self._sources:
+            self.moving = True
+            return RestorePlan(self.target.number, self.stop_at or 0, self._sources)
         assert {generation for generation, _ in self.parked.values()} == {self.stop_at}
         self.moving = True
         sources = tuple(Source(rank, self.parked[rank][1]) for rank in range(self.before.world_size))

@@ -21,6 +21,8 @@ class DeadpoolConfig:
             and started again in place.
         hang_timeout_s: seconds without a sign of life, or in one step, after which a rank is looked into, and ended if the
             others wait for it; at most half of ``--distributed-timeout-minutes`` is used; 0 switches it off.
+        on_no_spare: ``stop``, or ``shrink``: with ``--hotswap-parallelism``, go on with the nodes that are left in a smaller
+            layout, and go back when there are enough again.
         verify: compare parameters across replicas by hash before training goes on after a recovery.
     """
 
@@ -29,12 +31,19 @@ class DeadpoolConfig:
     unblock_timeout_s: float = 20.0
     hang_timeout_s: float = 300.0
     verify: bool = True
+    on_no_spare: str = "stop"
 
     def __post_init__(self) -> None:
         if self.replicas < 0:
             raise ConfigurationError(
                 f"--deadpool-replicas is {self.replicas}: it takes the number of copies on other nodes, "
                 "0 to survive the deaths of ranks only"
+            )
+        if self.on_no_spare not in ("stop", "shrink"):
+            raise ConfigurationError(f"--deadpool-on-no-spare is {self.on_no_spare!r}: it takes stop or shrink")
+        if self.on_no_spare == "shrink" and self.replicas == 0:
+            raise ConfigurationError(
+                "--deadpool-on-no-spare shrink goes on from the copies on other nodes: use --deadpool-replicas 1 or more"
             )
         for name in ("max_stall_s", "unblock_timeout_s"):
             value = getattr(self, name)

@@ -243,6 +243,10 @@ class Session:
         self._end_protection()
         self._mark("settled")
         self._link.send("ready", epoch=epoch.number, rank=self._state.rank)
+        if epoch.lost:
+            # Too few nodes are left for this layout: the next epoch is another world's, or this one's again.
+            self._link.wait_epoch(epoch.number)
+            raise Interrupted
         self._meet(epoch)
         self._mark("met")
         self._provide_memory(epoch)
@@ -333,15 +337,9 @@ class Session:
         store.set(f"shape/{state.rank}", f"{shape.payload_bytes} {shape.digest.hex()}")
         if epoch.fresh and state.rank == 0:
             self._announce(epoch, chosen, store)
-        first = self._segment is None
+        if self._live is not None:
+            store.set(f"table/{state.rank}", self._live.table().to_bytes())
         self._map({state.rank, *self._keeps})
-        if first and self._live is not None:
-            # For the ranks of a next world on this node.
-            text = self._live.table().to_bytes()
-            shelf = SharedMemory.create(f"mr-shelf-{state.rank}", len(text))
-            shelf.buffer[:] = text
-            self._link.send("shelf", [shelf.fd], size=len(text))
-            shelf.close()
 
     def _map(self, ranks: set[int]) -> None:
         """Gets the segments of ranks from the agent: new ones, or those that a predecessor of this process kept."""
@@ -357,11 +355,22 @@ class Session:
             memory = SharedMemory(fd, shapes[rank].segment_bytes)
             self._memory[rank] = memory
             segment = Segment(memory.buffer, shapes[rank])
+            if self._live is not None:
+                self._shelve(rank)
             if rank == mine:
                 self._segment = segment
                 self._device.pin(torch.frombuffer(memory.buffer, dtype=torch.uint8))
             else:
                 self._kept[rank] = segment
+
+    def _shelve(self, rank: int) -> None:
+        """Gives the agent the table of a segment, for the ranks of a next world on this node."""
+        assert self._store is not None
+        text = self._store.store.get(f"table/{rank}")
+        table = SharedMemory.create(f"mr-table-{rank}", len(text))
+        table.buffer[:] = text
+        self._link.send("shelf", [table.fd], owner=rank, size=len(text))
+        table.close()
 
     def _announce(self, epoch: Epoch, chosen: list[tuple[int, ...]], store: Any) -> None:
         """Prints what protection takes, before it is taken: bytes per rank, and of the fullest node."""

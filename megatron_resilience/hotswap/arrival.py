@@ -67,8 +67,9 @@ class Shelves:
         before = epoch.before
         assert before is not None
         self._store, self._speaks, self._epoch, self._last = store, speaks, epoch, before.world_size - 1
-        here = [r for r in range(before.world_size) if before.node_of(r) == node]
-        lent = link.borrow(before.world, [(r, r) for r in here]) if here else {}
+        here = [r for r in range(before.world_size) if epoch.giver_of(r) == node]
+        holders = epoch.sources or range(before.world_size)
+        lent = link.borrow(before.world, [(r, holders[r]) for r in here]) if here else {}
         self._shelves = {r: Shelf(fds, m["bytes"], m["table_bytes"]) for r, (m, fds) in lent.items()}
         if self._shelves and speaks:
             store.set(_LAYOUT, json.dumps(asdict(next(iter(self._shelves.values())).table.layout)))

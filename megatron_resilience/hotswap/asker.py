@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_resilience.control.link import AgentLink
 from megatron_resilience.errors import ConfigurationError
@@ -27,13 +27,17 @@ class Asker:
         link: to the agent.
         live: the live state.
         schedule: of the job.
+        fallbacks: by number of nodes, the layouts to go on in without spares.
 
     Raises:
         ConfigurationError: a layout of the schedule cannot be; names it and those that can.
     """
 
-    def __init__(self, link: AgentLink, live: Reshapable, schedule: Schedule = ()) -> None:
+    def __init__(
+        self, link: AgentLink, live: Reshapable, schedule: Schedule = (), fallbacks: Mapping[int, Layout] | None = None
+    ) -> None:
         self._link, self._live, self._schedule = link, live, schedule
+        self._fallbacks = dict(fallbacks or {})
         self._asked: tuple[int, str] | None = None
         self._tried: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -43,7 +47,13 @@ class Asker:
 
     def enter(self, generation: int) -> None:
         """On entry to the step after ``generation``, on every rank."""
-        if self._live.state.rank != 0 or not self._schedule:
+        if self._live.state.rank != 0:
+            return
+        if self._fallbacks:
+            known = {count: [str(layout), layout.world] for count, layout in self._fallbacks.items()}
+            self._link.send("fallbacks", epoch=self._link.training_epoch, layouts=known)
+            self._fallbacks = {}
+        if not self._schedule:
             return
         wanted = due(self._schedule, generation, self._live.layout)
         if wanted is None or self._tried[f"{wanted[1]}"] >= _ATTEMPTS:

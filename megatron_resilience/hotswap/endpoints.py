@@ -16,12 +16,10 @@ def nodes(epoch: Epoch) -> list[str]:
 
 
 def places(epoch: Epoch) -> list[int]:
-    """Endpoint of each rank of the old world's place."""
+    """By rank of the old world, an endpoint number on the node where its state lies."""
     assert epoch.before is not None
     order, per_node = nodes(epoch), epoch.nproc_per_node
-    return [
-        order.index(epoch.before.node_of(rank)) * per_node + rank % per_node for rank in range(epoch.before.world_size)
-    ]
+    return [order.index(epoch.giver_of(rank)) * per_node + rank % per_node for rank in range(epoch.before.world_size)]
 
 
 def couriers(epoch: Epoch) -> dict[str, int]:
@@ -29,7 +27,7 @@ def couriers(epoch: Epoch) -> dict[str, int]:
     assert epoch.before is not None
     order = nodes(epoch)
     used = {epoch.node_of(rank) for rank in range(epoch.world_size)}
-    giving = {epoch.before.node_of(rank) for rank in range(epoch.before.world_size)}
+    giving = {epoch.giver_of(rank) for rank in range(epoch.before.world_size)}
     return {node: order.index(node) * epoch.nproc_per_node for node in order if node in giving - used}
 
 

@@ -20,13 +20,16 @@ from megatron_resilience.control.node import ADDRESS, NEWCOMER, NODE
 from megatron_resilience.deadpool.config import DeadpoolConfig
 from megatron_resilience.deadpool.session import Place, Session
 from megatron_resilience.hotswap.asker import Asker
-from megatron_resilience.hotswap.schedule import read_schedule
+from megatron_resilience.hotswap.fallback import fallbacks
+from megatron_resilience.hotswap.schedule import bare, parse_entry, read_schedule
 from megatron_resilience.megatron_adapter import once
 from megatron_resilience.megatron_adapter.data import DataCursors
 from megatron_resilience.megatron_adapter.relayout import LayoutState
 from megatron_resilience.megatron_adapter.repair import repair
 from megatron_resilience.megatron_adapter.startup import Newcomer
 from megatron_resilience.megatron_adapter.state import MegatronState
+from megatron_resilience.vps.layout import Layout
+from megatron_resilience.vps.nearest import ImpossibleLayout
 
 
 def install(config: DeadpoolConfig, link: AgentLink, args: Any) -> None:
@@ -221,8 +224,26 @@ class Guard:
             return None
         live = LayoutState(state, model, optimizer)
         schedule = read_schedule(args.hotswap_schedule, live.layout) if args.hotswap_schedule else ()
-        self._asker = api._asker = Asker(self._link, live, schedule)
+        self._asker = api._asker = Asker(self._link, live, schedule, self._fallbacks(live))
         return live
+
+    def _fallbacks(self, live: LayoutState) -> dict[int, Layout]:
+        """By number of nodes, what to go on in when no spare is left."""
+        if self._config.on_no_spare != "shrink" or live.state.rank != 0:
+            return {}
+        catalogue = live.catalogue()
+
+        def possible(layout: Layout) -> bool:
+            try:
+                live.space(layout, catalogue)
+            except ImpossibleLayout:
+                return False
+            return True
+
+        text, where = get_args().hotswap_fallbacks or "", "--hotswap-fallbacks"
+        wanted = [parse_entry(part, bare(live.layout), where) for part in text.split(",") if part.strip()]
+        nodes, per_node = int(os.environ["GROUP_WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        return fallbacks(live.layout, nodes, per_node, self._config.replicas + 1, possible, wanted)
 
     def _device_fabric(self, device: accelerator.Accelerator, args: Any) -> Any:
         if device.distributed_backend == "gloo":

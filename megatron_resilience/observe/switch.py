@@ -91,6 +91,10 @@ class SwitchTimes:
         self._stopped = min(self._stopped, message["stopped"])
         self._parked = max(self._parked, message["time"])
 
+    def lost(self, evidence: float) -> None:
+        """Nobody parks: the old world stands since nodes were lost."""
+        self._stopped, self._parked = evidence, time.time()
+
     def moving(self) -> None:
         """The plan goes out."""
         self._planned = time.time()

@@ -25,6 +25,8 @@ class Epoch:
         layout: the parallel layout (``vps.layout.parse_layout``); empty: what the script's arguments say.
         ranks: ranks that train; 0: one in every place.
         before: in the first epoch of a world that grew out of another: that one's last epoch, which holds the state.
+        sources: with ``before``, where the nodes of that world do not all live: by its ranks, whose memory their state lies in.
+        lost: nodes of this epoch that are gone and have no successor: nobody trains in it, it waits for a smaller world.
     """
 
     number: int
@@ -40,6 +42,8 @@ class Epoch:
     layout: str = ""
     ranks: int = 0
     before: Epoch | None = None
+    sources: tuple[int, ...] = ()
+    lost: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -56,6 +60,11 @@ class Epoch:
     def node_of(self, rank: int) -> str:
         """The node a global rank runs on."""
         return self.slots[rank // self.nproc_per_node]
+
+    def giver_of(self, rank: int) -> str:
+        """The node on which the state of a rank of the world before lies."""
+        assert self.before is not None
+        return self.before.node_of(self.sources[rank] if self.sources else rank)
 
     def domain_of(self, rank: int) -> str:
         """The failure domain of the node a global rank runs on."""
@@ -75,6 +84,8 @@ class Epoch:
                 "newcomers": tuple(data["newcomers"]),
                 "domains": tuple(data["domains"]),
                 "store": (str(data["store"][0]), int(data["store"][1])),
+                "sources": tuple(data["sources"]),
+                "lost": tuple(data["lost"]),
                 "before": cls.from_json(data["before"]) if data["before"] else None,
             }
         )

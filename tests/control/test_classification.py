@@ -33,8 +33,8 @@ def test_every_fault_has_a_decision_that_can_be_carried_out(fault):
 
 
 def test_every_row_is_needed():
-    some = itertools.product(Sign, (-9, 1), *[(False, True)] * 2, (0, 1), (0, 1), (1, REPEATED), (False, True))
-    reached = {classify(Fault(s, x, b, p, c, m, o, w)).reason for s, x, b, c, p, m, o, w in some}
+    some = itertools.product(Sign, (-9, 1), *[(False, True)] * 2, (0, 1), (0, 1), (1, REPEATED), *[(False, True)] * 2)
+    reached = {classify(Fault(s, x, b, p, c, m, o, w, less)).reason for s, x, b, c, p, m, o, w, less in some}
     assert reached == {rule.reason for rule in TABLE}
 
 

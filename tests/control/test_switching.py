@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_resilience.control import coordinator as c
 from megatron_resilience.control.membership import Evidence
-from megatron_resilience.control.switching import Wish, target_of
+from megatron_resilience.control.switching import Fallback, Wish, target_of
+from megatron_resilience.deadpool.recovery import Holding
 from megatron_resilience.errors import ConfigurationError
 from tests.control.test_coordinator import SETTINGS, act, joined, only, running
 
@@ -148,3 +149,61 @@ def test_a_successor_knows_which_numbers_were_given():
     heir = c.Coordinator.from_json(SETTINGS, machine.to_json())
     epoch = only(act(heir, c.RankExited("a", 1, 1, -9, 3)), c.Publish).epoch
     assert epoch.number == 3, "the abandoned world had number 2"
+
+
+def without_spares():
+    """A machine of three nodes of one rank that train, with layouts for fewer."""
+    machine = running(c.Settings(nnodes=3, spares=0, nproc_per_node=1))
+    act(machine, *joined(1, world=3))
+    machine.first_step()
+    act(machine, c.FallbacksKnown(1, {3: Fallback("DP3", 3), 2: Fallback("DP2", 2)}))
+    return machine
+
+
+def copies(epoch, generation):
+    """Of three ranks on a, b, c, each kept by the next: what a and c hold when b is gone."""
+    return [
+        c.NodeHoldings("a", epoch, (Holding(0, generation, 0, 0, "a"), Holding(2, generation, 1, 0, "a"))),
+        c.NodeHoldings("c", epoch, (Holding(2, generation, 1, 2, "c"), Holding(1, generation, 0, 2, "c"))),
+    ]
+
+
+def shrinking():
+    machine = without_spares()
+    lost = only(act(machine, c.NodeLost("b", Evidence.CLOSED)), c.Publish).epoch
+    assert (lost.number, lost.lost, lost.slots) == (2, ("b",), ("a", "b", "c"))
+    target = only(act(machine, *copies(2, 9)), c.Prepare).epoch
+    assert (target.layout, target.slots, target.sources, target.lost) == ("DP2", ("a", "c"), (0, 2, 2), ())
+    return machine
+
+
+def test_without_spares_the_survivors_go_on_in_a_smaller_layout_and_grow_again():
+    machine = shrinking()
+    plan = only(act(machine, *prepared(3, 2)), c.SendPlan).plan
+    assert (plan.epoch, plan.generation, [s.holder for s in plan.sources]) == (3, 9, [0, 2, 2])
+    only(act(machine, *joined(3, 9, world=2)), c.Switched)
+    assert machine.phase is c.Phase.RUNNING and machine.epoch.lost == ()
+    assert not act(machine, c.Tick(), now=1.0)
+    act(machine, c.NodeJoined("d", 3))
+    grown = only(act(machine, c.Tick(), now=2.0), c.Prepare).epoch
+    assert (grown.layout, grown.slots) == ("DP3", ("a", "c", "d"))
+    act(machine, *prepared(4, 3), *[c.RankHeld(r, 3, 20) for r in range(2)], *parked(3, 20, 2))
+    only(act(machine, *joined(4, 20, world=3)), c.Switched)
+    assert machine.grow_to is None
+
+
+def test_a_smaller_world_that_fails_is_tried_again():
+    machine = shrinking()
+    actions = act(machine, c.RankExited("a", 0, 3, 1, -1))
+    only(actions, c.Abandon)
+    again = only(actions, c.Publish).epoch
+    assert again.lost == ("b",)
+    only(act(machine, *copies(again.number, 9)), c.Prepare)
+
+
+def test_what_no_copy_is_left_of_ends_the_job():
+    machine = without_spares()
+    act(machine, c.NodeLost("b", Evidence.CLOSED))
+    held = copies(2, 9)
+    stop = only(act(machine, held[0], replace(held[1], holdings=held[1].holdings[:1])), c.Stop)
+    assert "lacks rank 1" in stop.message

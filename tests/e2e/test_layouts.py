@@ -14,7 +14,7 @@ from megatron_resilience.vps.layout import parse_layout
 from tests.e2e.test_hot_swap import longer
 from tests.e2e.test_load import STEADY, stock
 from tests.support.configurations import Configuration
-from tests.support.job import job
+from tests.support.job import job, kill_node
 from tests.support.template import Template
 
 pytestmark = pytest.mark.e2e
@@ -144,3 +144,34 @@ def test_a_death_in_the_middle_of_a_switch_loses_nothing(
     ended, began = (logical_state(tmp_path / "sums", moment, switched["generation"]) for moment in ("end", "begin"))
     assert ended and ended == began
     assert_equal_until(running.trace, oracle(base), switched["generation"])
+
+
+def resharded_oracle(template: Template, folder: Path, base: Configuration, at: int, layout: str, last: int) -> Path:
+    """Stock Megatron: trained under ``base`` up to ``at``, saved, loaded under ``layout``, trained to ``last``."""
+    checkpoint = ("--save", str(folder / "ckpt"), "--save-interval", str(at))
+    stock(template, base.world_size, [*base.argv, "--train-iters", str(at), *checkpoint])
+    target = at_layout(base, layout)
+    trace = folder / "oracle"
+    argv = [*target.argv, "--train-iters", str(last), "--load", str(folder / "ckpt"), "--trace-dir", str(trace)]
+    stock(template, target.world_size, argv)
+    return trace
+
+
+def test_a_node_is_lost_and_no_spare_is_left(
+    template: Template, tmp_path: Path, oracle: Callable[[Configuration], Path]
+) -> None:
+    """The survivors go on in a smaller layout, sourced partly from copies, as stock Megatron would with that state there."""
+    base = longer("dp4", 30, *RESHARDABLE)
+    extra = (*HOTSWAP, "--deadpool-on-no-spare", "shrink")
+    with job(template, tmp_path / "run", base, extra, nodes=4, spares=0) as running:
+        running.wait_for_step(5)
+        kill_node(running.agents()[2])
+        running.finish(timeout=200)
+    (switched,) = running.of_kind("switch_done")
+    at = switched["generation"]
+    assert "DP2" in switched["cause"] and 4 <= at <= 29
+    stock_trace = resharded_oracle(template, tmp_path, base, at, "DP2", 30)
+    for rank, lines in read(stock_trace).items():
+        after = [line for line in read(running.trace)[rank] if line["iteration"] > at]
+        assert after[-len(lines) :] == lines
+    assert_equal_until(running.trace, oracle(base), at)
