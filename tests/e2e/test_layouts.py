@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from megatron_resilience.hotswap.flags import under_layout
+from megatron_resilience.observe.events import read_events
 from megatron_resilience.observe.trace import read
 from megatron_resilience.vps.layout import parse_layout
 from tests.e2e.test_hot_swap import longer
 from tests.e2e.test_load import STEADY, stock
 from tests.support.configurations import Configuration
-from tests.support.job import job, kill_node
-from tests.support.template import Template
+from tests.support.job import LAUNCHER, end, job, kill_node
+from tests.support.template import Child, Template, free_port, plain_environment
 
 pytestmark = pytest.mark.e2e
 
-SAVED, SWITCH, LAST = 2, 6, 12
+SWITCH, LAST = 6, 12
 RESHARDABLE = (*STEADY, "--dist-ckpt-optim-fully-reshardable")
 LOGICAL = str(Path(__file__).parents[1] / "support" / "logical.py")
 DIE_IN_SWITCH = str(Path(__file__).parents[1] / "support" / "die_in_switch.py")
@@ -32,36 +36,56 @@ def at_layout(configuration: Configuration, layout: str) -> Configuration:
     return Configuration(parsed.world, tuple(under_layout(configuration.argv, parsed)))
 
 
+def resharded_oracle(template: Template, folder: Path, base: Configuration, at: int, layout: str, last: int) -> Path:
+    """Stock Megatron: trained under ``base`` up to ``at``, saved, loaded under ``layout``, trained to ``last``."""
+    checkpoint = ("--save", str(folder / "ckpt"), "--save-interval", str(at))
+    stock(template, base.world_size, [*base.argv, "--train-iters", str(at), *checkpoint])
+    target = at_layout(base, layout)
+    trace = folder / "oracle"
+    argv = [*target.argv, "--train-iters", str(last), "--load", str(folder / "ckpt"), "--trace-dir", str(trace)]
+    stock(template, target.world_size, argv)
+    return trace
+
+
+full = pytest.mark.full
+
+
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "more"),
     [
-        ("tp2_dp2_fp32", "TP1 PP2 DP2"),
+        # Streams start anew, and go on.
+        ("tp2_dp2_dropout", "PP2 DP2", ()),
+        pytest.param("tp2_dp2_dropout", "TP2", (), marks=full),
+        # 101 rows, padded to 102, and to 104.
+        pytest.param("tp2_dp2_fp32", "TP4", ("--vocab-size", "101"), marks=full),
+        pytest.param("tp2_dp2_fp32", "DP4", ("--vocab-size", "101"), marks=full),
+        pytest.param("moe_ep2_dp4", "TP2 DP2 EP2", ("--sequence-parallel",), marks=full),
+        pytest.param("no_distributed_optimizer", "TP4", (), marks=full),
     ],
 )
-def test_training_goes_on_as_stock_megatron_would(template: Template, tmp_path: Path, name: str, layout: str) -> None:
-    base = longer(name, LAST, *RESHARDABLE)
-    checkpoint = str(tmp_path / "ckpt")
-    save = longer(name, SWITCH, *RESHARDABLE, "--save", checkpoint, "--save-interval", str(SWITCH))
-    stock(template, save.world_size, save.argv)
-    target = at_layout(base, layout)
-    stock(template, target.world_size, [*target.argv, "--load", checkpoint, "--trace-dir", str(tmp_path / "oracle")])
+def test_training_goes_on_as_stock_megatron_would(
+    template: Template, tmp_path: Path, name: str, layout: str, more: tuple[str, ...]
+) -> None:
+    base = longer(name, LAST, *RESHARDABLE, *more)
     schedule = tmp_path / "schedule.yaml"
     schedule.write_text(f"{SWITCH}: {layout}\n")
-    extra = (*HOTSWAP, "--hotswap-schedule", str(schedule))
-    with job(template, tmp_path / "run", base, extra) as running:
+    with job(template, tmp_path / "run", base, (*HOTSWAP, "--hotswap-schedule", str(schedule))) as running:
         running.finish()
-        print(running.child.output[-3000:])
         (switched,) = running.of_kind("switch_done")
         assert switched["generation"] == SWITCH
-    for rank, lines in read(tmp_path / "oracle").items():
-        ours = [line for line in read(running.trace)[rank] if line["iteration"] > SWITCH]
-        assert ours == lines
+    stock_trace = resharded_oracle(template, tmp_path, base, SWITCH, layout, LAST)
+    for rank, lines in read(stock_trace).items():
+        assert [line for line in read(running.trace)[rank] if line["iteration"] > SWITCH] == lines
 
 
 def logical_state(folder: Path, moment: str, generation: int) -> dict[str, int | float]:
     """The sums of all ranks together; of a step's number, which every rank with a part has, the one number."""
     total: dict[str, int | float] = {}
+    # A step that was interrupted had begun in the old world too.
+    old = {path.name.split(".")[2] for path in folder.glob(f"end{generation}.*.json")}
     for path in folder.glob(f"{moment}{generation}.*.json"):
+        if moment == "begin" and path.name.split(".")[2] in old:
+            continue
         for name, value in json.loads(path.read_text()).items():
             if name.endswith("/step"):
                 assert total.setdefault(name, value) == value
@@ -88,7 +112,9 @@ TOURS = {
 }
 
 
-@pytest.mark.parametrize("tour", TOURS)
+@pytest.mark.parametrize(
+    "tour", ["dense", "moe", *(pytest.param(t, marks=full) for t in ("llama", "odd", "plain optimizer"))]
+)
 def test_a_tour_of_layouts_keeps_every_element_in_its_place(template: Template, tmp_path: Path, tour: str) -> None:
     """One step in each layout; what each begins with is what the one before ended with, by Megatron's own metadata."""
     name, layouts, more = TOURS[tour]
@@ -119,7 +145,7 @@ def assert_equal_until(trace: Path, oracle: Path, generation: int) -> None:
                 assert line == expected[line["iteration"]]
 
 
-@pytest.mark.parametrize(("what", "rank"), [("rank", 1), ("node", 0), ("node", 3)])
+@pytest.mark.parametrize(("what", "rank"), [("rank", 1), ("node", 0), pytest.param("node", 3, marks=full)])
 def test_a_death_in_the_middle_of_a_switch_loses_nothing(
     template: Template, tmp_path: Path, oracle: Callable[[Configuration], Path], what: str, rank: int
 ) -> None:
@@ -146,17 +172,6 @@ def test_a_death_in_the_middle_of_a_switch_loses_nothing(
     assert_equal_until(running.trace, oracle(base), switched["generation"])
 
 
-def resharded_oracle(template: Template, folder: Path, base: Configuration, at: int, layout: str, last: int) -> Path:
-    """Stock Megatron: trained under ``base`` up to ``at``, saved, loaded under ``layout``, trained to ``last``."""
-    checkpoint = ("--save", str(folder / "ckpt"), "--save-interval", str(at))
-    stock(template, base.world_size, [*base.argv, "--train-iters", str(at), *checkpoint])
-    target = at_layout(base, layout)
-    trace = folder / "oracle"
-    argv = [*target.argv, "--train-iters", str(last), "--load", str(folder / "ckpt"), "--trace-dir", str(trace)]
-    stock(template, target.world_size, argv)
-    return trace
-
-
 def test_a_node_is_lost_and_no_spare_is_left(
     template: Template, tmp_path: Path, oracle: Callable[[Configuration], Path]
 ) -> None:
@@ -175,3 +190,44 @@ def test_a_node_is_lost_and_no_spare_is_left(
         after = [line for line in read(running.trace)[rank] if line["iteration"] > at]
         assert after[-len(lines) :] == lines
     assert_equal_until(running.trace, oracle(base), at)
+
+
+def test_a_node_that_comes_back_is_used_again(template: Template, tmp_path: Path) -> None:
+    """Three nodes train, one dies, two go on, a third joins, three go on: no element is lost or moved on the way."""
+    base = longer("dp4", 90, "--global-batch-size", "12", "--micro-batch-size", "1")
+    port, events, sums, children = free_port(), tmp_path / "events.jsonl", tmp_path / "sums", []
+    sums.mkdir()
+    environment = plain_environment() | {"MEGATRON_RESILIENCE_SECRET": "between us", "SUMS": str(sums)}
+
+    def start(rank: int) -> Child:
+        argv = ["launch", "--nnodes", "3", "--nproc-per-node", "1", "--node-rank", str(rank), "--rdzv-endpoint"]
+        argv += [f"127.0.0.1:{port}", "--events", str(events), LOGICAL, *base.argv, *HOTSWAP]
+        children.append(template.fork(LAUNCHER, [*argv, "--deadpool-on-no-spare", "shrink"], env=environment))
+        return children[-1]
+
+    def seen(kind: str) -> list[dict[str, Any]]:
+        return [event for event in (read_events(events) if events.exists() else []) if event["kind"] == kind]
+
+    def wait_for(kind: str, count: int) -> None:
+        while len(seen(kind)) < count:
+            assert first.poll() is None, first.output[-4000:]
+            time.sleep(0.02)
+
+    try:
+        first, _, third = (start(rank) for rank in range(3))
+        wait_for("training", 1)
+        while not list(sums.glob("end6.*")):
+            time.sleep(0.02)
+        kill_node(psutil.Process(third.pid))
+        wait_for("switch_done", 1)
+        start(2)
+        wait_for("switch_done", 2)
+        assert first.wait(120) == 0, first.output[-4000:]
+    finally:
+        for child in children:
+            end(child)
+    smaller, larger = seen("switch_done")
+    assert "DP2" in smaller["cause"] and "DP3" in larger["cause"]
+    for switch in (smaller, larger):
+        ended, began = (logical_state(sums, moment, switch["generation"]) for moment in ("end", "begin"))
+        assert ended and ended == began
