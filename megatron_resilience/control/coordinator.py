@@ -16,12 +16,38 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_resilience.control.classification import WINDOW, Decision, Fault, Sign, classify
+from megatron_resilience.control.events import (
+    Action,
+    AllWait,
+    Answer,
+    EndAsked,
+    Event,
+    Leave,
+    NodeHoldings,
+    NodeJoined,
+    NodeLost,
+    Note,
+    Publish,
+    RankBroken,
+    RankExited,
+    RankFatal,
+    RankFinished,
+    RankJoined,
+    RankReady,
+    RankUnkillable,
+    SendPlan,
+    Stop,
+    SwapAsked,
+    Tick,
+)
 from megatron_resilience.control.membership import Evidence, may_go_on
-from megatron_resilience.deadpool.recovery import Holding, RestorePlan, plan_restore
+from megatron_resilience.deadpool.recovery import Holding, plan_restore
 from megatron_resilience.errors import StateError
 from megatron_resilience.topology.epoch import Epoch
 
 _REMEMBERED = 5
+LEFT_EXIT = 75
+"""Exit status of a job that was asked to end and saved its state: the same command goes on (sysexits' EX_TEMPFAIL)."""
 FRUITLESS_LIMIT = 8
 """Recoveries in a row without a completed step, after which the fault is not in the machines."""
 
@@ -63,162 +89,6 @@ class Settings:
         return self.nnodes - self.spares
 
 
-# -- events ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NodeJoined:
-    """An agent connected; ``order`` is its place among those that ask for a slot, ``domain`` its failure domain."""
-
-    node: str
-    order: int
-    domain: str = ""
-
-
-@dataclass(frozen=True)
-class NodeLost:
-    """An agent is gone."""
-
-    node: str
-    evidence: Evidence
-
-
-@dataclass(frozen=True)
-class RankExited:
-    """A rank's process ended; ``status`` is negative for a signal, ``hung`` says why its agent ended it."""
-
-    node: str
-    rank: int
-    epoch: int
-    status: int
-    generation: int
-    hung: str = ""
-
-
-@dataclass(frozen=True)
-class RankUnkillable:
-    """A rank's process was killed and does not end."""
-
-    node: str
-    rank: int
-
-
-@dataclass(frozen=True)
-class RankReady:
-    """A rank waits at the door of an epoch."""
-
-    rank: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class NodeHoldings:
-    """The sealed slots in a node's memory, listed when all its ranks were ready."""
-
-    node: str
-    epoch: int
-    holdings: tuple[Holding, ...]
-
-
-@dataclass(frozen=True)
-class RankJoined:
-    """A rank committed to an epoch and trains from ``generation``, with ``replicas`` copies on other nodes."""
-
-    rank: int
-    epoch: int
-    generation: int
-    replicas: int = 1
-
-
-@dataclass(frozen=True)
-class RankBroken:
-    """A rank's connections broke and it does not know why."""
-
-    rank: int
-    epoch: int
-    error: str
-
-
-@dataclass(frozen=True)
-class AllWait:
-    """No rank makes progress, and none is to blame for it."""
-
-    epoch: int
-    why: str
-
-
-@dataclass(frozen=True)
-class RankFinished:
-    """A rank left the training loop, as all others did."""
-
-    rank: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class RankFatal:
-    """A rank found something that no recovery mends (parameters differ among replicas)."""
-
-    rank: int
-    error: str
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time passes."""
-
-
-Event = (
-    NodeJoined
-    | NodeLost
-    | RankExited
-    | RankUnkillable
-    | AllWait
-    | RankReady
-    | NodeHoldings
-    | RankJoined
-    | RankBroken
-    | RankFinished
-    | RankFatal
-    | Tick
-)
-
-# -- actions ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Tell everybody about a new epoch (the leader adds store and token)."""
-
-    epoch: Epoch
-
-
-@dataclass(frozen=True)
-class SendPlan:
-    """Tell every rank what to restore."""
-
-    plan: RestorePlan
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End the job everywhere with an exit status and, unless it is 0, one clear message."""
-
-    status: int
-    message: str
-
-
-@dataclass(frozen=True)
-class Note:
-    """Something for the event log."""
-
-    kind: str
-    fields: dict[str, Any]
-
-
-Action = Publish | SendPlan | Stop | Note
-
-
 @dataclass
 class Coordinator:
     """The state machine. Attributes other than ``settings`` are its state."""
@@ -234,7 +104,11 @@ class Coordinator:
     faults: dict[str, int] = field(default_factory=dict)
     node_faults: dict[str, list[int]] = field(default_factory=dict)
     suspects: list[str] = field(default_factory=list)
+    drained: list[str] = field(default_factory=list)
     replicas: int = 0
+    saves: bool = False
+    leaving: str = ""
+    recovery: dict[str, Any] | None = None
     history: list[str] = field(default_factory=list)
     fruitless: int = 0
     store_node: str = ""
@@ -270,6 +144,8 @@ class Coordinator:
             RankBroken: self._rank_broken,
             RankFinished: self._rank_finished,
             RankFatal: lambda e, _: self._stop(1, e.error),
+            SwapAsked: self._swap_asked,
+            EndAsked: self._end_asked,
             Tick: self._tick,
         }
         return handlers[type(event)](event, now)
@@ -281,9 +157,9 @@ class Coordinator:
 
     @property
     def waiting_spares(self) -> list[str]:
-        """Nodes that are there and hold no slot, in order; those that were replaced for their faults come last."""
+        """Nodes that may take a slot, in order; those that were replaced for their faults come last."""
         bound = self.epoch.slots if self.epoch else ()
-        return sorted((n for n in self.alive if n not in bound), key=self.suspects.__contains__)
+        return sorted((n for n in self.alive if n not in (*bound, *self.drained)), key=self.suspects.__contains__)
 
     # -- nodes -------------------------------------------------------------------------------------
 
@@ -335,6 +211,59 @@ class Coordinator:
             self.suspects.append(node)
         return self._again(f"{what}, spare {spare} takes its place", slots=slots, newcomers=self.epoch.ranks_of(node))
 
+    # -- what people ask for -----------------------------------------------------------------------
+
+    def _swap_asked(self, event: SwapAsked, now: float) -> list[Action]:
+        refusal = self._refusal(event)
+        if refusal:
+            return [Answer(event.ticket, False, refusal)]
+        assert self.epoch is not None
+        if event.drain and event.node not in self.drained:
+            self.drained.append(event.node)
+        asked = "is drained" if event.drain else "is swapped out"
+        note = Note("drained" if event.drain else "swapped", {"node": event.node})
+        if event.node not in self.epoch.slots:
+            return [Answer(event.ticket, True, f"node {event.node} {asked}: it held no slot"), note]
+        spare = self.waiting_spares[0]
+        slots = tuple(spare if n == event.node else n for n in self.epoch.slots)
+        newcomers = self.epoch.ranks_of(event.node)
+        actions = self._next(f"node {event.node} {asked} on command, spare {spare} takes its place", slots, newcomers)
+        return [Answer(event.ticket, True, self.epoch.cause, self.epoch.number), note, *actions]
+
+    def _refusal(self, event: SwapAsked) -> str:
+        """Why a node cannot leave its slot now; empty when it can."""
+        if event.node not in self.alive:
+            return f"no node {event.node} is in the job; there are {', '.join(self.alive)}"
+        if self.epoch is None:
+            return "the job has not begun: ask again when it is running"
+        if event.node not in self.epoch.slots:
+            return "" if event.drain else f"node {event.node} holds no slot: there is nothing to swap"
+        if self.phase is not Phase.RUNNING:
+            return f"the job is {self.phase}: ask again when it is running"
+        if self.leaving:
+            return f"the job is about to end ({self.leaving})"
+        if self.replicas == 0:
+            return f"with --deadpool-replicas 0 the state of node {event.node} lies nowhere else: it cannot be replaced"
+        if not self.waiting_spares:
+            return (
+                f"no spare waits for the slot of node {event.node}: start an agent on another node, it joins as a spare"
+            )
+        return ""
+
+    def _end_asked(self, event: EndAsked, now: float) -> list[Action]:
+        if self.leaving or self.phase is Phase.FINISHING:
+            return []
+        if self.phase in (Phase.FORMING, Phase.STARTING):
+            return self._stop(LEFT_EXIT, f"{event.why} before training began: there is nothing to save")
+        if not self.saves:
+            return self._stop(
+                event.status,
+                f"{event.why}: the state since the last checkpoint is lost, because nothing saves it at the end "
+                "(--exit-signal-handler and --save do)",
+            )
+        self.leaving = event.why
+        return [Note("leaving", {"why": event.why}), Leave(event.why)]
+
     # -- ranks -------------------------------------------------------------------------------------
 
     def _rank_exited(self, event: RankExited, now: float) -> list[Action]:
@@ -353,7 +282,8 @@ class Coordinator:
                     abs(event.status), f"rank {event.rank} ended with {how} after training had ended"
                 )
             if len(self._exited) == epoch.world_size:
-                return actions + self._stop(0, "")
+                left = f"{self.leaving}: a checkpoint is saved, the same command goes on from it"
+                return actions + (self._stop(LEFT_EXIT, left) if self.leaving else self._stop(0, ""))
             return actions
         self._down.add(event.rank)
         place = f"{event.rank}@{event.generation}"
@@ -427,17 +357,23 @@ class Coordinator:
             return []
         assert self.epoch is not None
         self._joined.add(event.rank)
-        self.replicas = event.replicas
+        self.replicas, self.saves = event.replicas, event.saves
         if len(self._joined) < self.epoch.world_size:
             return []
         self.phase = Phase.RUNNING
         self._down.clear()
-        return [Note("running", {"epoch": event.epoch, "generation": event.generation})]
+        # Ranks that are new have not heard it.
+        leave: list[Action] = [Leave(self.leaving)] if self.leaving else []
+        return [Note("running", {"epoch": event.epoch, "generation": event.generation}), *leave]
 
     def first_step(self) -> None:
         """Notes that a step was completed: from now on start-up state is history."""
         self.stepped = True
         self.fruitless = 0
+
+    def recovered(self, record: dict[str, Any]) -> None:
+        """Keeps the summary of a recovery (a JSON object), for whoever asks and for a successor."""
+        self.recovery = record
 
     def _rank_broken(self, event: RankBroken, now: float) -> list[Action]:
         if not self._is_current(event.epoch):
@@ -500,6 +436,13 @@ class Coordinator:
                 1,
                 f"{cause}; {self.settings.max_restarts} faults were repaired before (--max-restarts), now the job stops{before}",
             )
+        return self._next(cause, slots, newcomers, fresh)
+
+    def _next(
+        self, cause: str, slots: tuple[str, ...] | None, newcomers: tuple[int, ...], fresh: bool = False
+    ) -> list[Action]:
+        """The next epoch."""
+        assert self.epoch is not None
         begun = self.phase not in (Phase.STARTING, Phase.FORMING)
         # Ranks that were new in an epoch that nobody finished are still new.
         waiting = self.epoch.newcomers if self.phase is Phase.RECOVERING else ()
@@ -544,7 +487,11 @@ class Coordinator:
             "faults": self.faults,
             "node_faults": self.node_faults,
             "suspects": self.suspects,
+            "drained": self.drained,
             "replicas": self.replicas,
+            "saves": self.saves,
+            "leaving": self.leaving,
+            "recovery": self.recovery,
             "history": self.history,
             "fruitless": self.fruitless,
             "store_node": self.store_node,
@@ -565,7 +512,11 @@ class Coordinator:
             faults=dict(data["faults"]),
             node_faults={n: list(g) for n, g in data["node_faults"].items()},
             suspects=list(data["suspects"]),
+            drained=list(data["drained"]),
             replicas=data["replicas"],
+            saves=data["saves"],
+            leaving=data["leaving"],
+            recovery=data["recovery"],
             history=list(data["history"]),
             fruitless=data["fruitless"],
             store_node=data["store_node"],

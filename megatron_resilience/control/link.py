@@ -27,6 +27,8 @@ class AgentLink:
     Args:
         channel: this rank's end.
         on_epoch: called on the link's thread as soon as a newer epoch is known; must not block.
+        on_leave: the same, when the job is to save a checkpoint and to end.
+        protected: the same; the newest generation that is safe on other nodes too, or None.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -36,6 +38,8 @@ class AgentLink:
         self._plans: dict[int, RestorePlan] = {}
         self._memory: list[tuple[dict[str, Any], list[int]]] = []
         self.on_epoch: Callable[[Epoch], None] = lambda _: None
+        self.on_leave: Callable[[], None] = lambda: None
+        self.protected: Callable[[], int | None] = lambda: None
         threading.Thread(target=self._read, name="agent-link", daemon=True).start()
 
     @classmethod
@@ -117,7 +121,10 @@ class AgentLink:
             kind = message["kind"]
             if kind == "ping":
                 with contextlib.suppress(ControlError):
-                    self.send("pong", waits=main_thread_waits())
+                    self.send("pong", waits=main_thread_waits(), protected=self.protected())
+                continue
+            if kind == "leave":
+                self.on_leave()
                 continue
             with self._condition:
                 if kind == "epoch":

@@ -122,10 +122,18 @@ class Node:
             if rank not in self.skeletons:
                 self.skeletons[rank] = self._start(rank, epoch, newcomer=True)
 
-    def plan(self, message: dict[str, Any]) -> None:
-        """Passes a restore plan on to the ranks."""
+    def pass_on(self, message: dict[str, Any]) -> None:
+        """Passes a message on to the ranks."""
         for process in self.ranks.values():
             self.tell(process, message)
+
+    def seen(self) -> dict[str, Any]:
+        """Where this node's ranks stand, for :func:`megatron_resilience.control.status.status`."""
+        ranks = sorted(self.ranks.items())
+        return {
+            "ranks": [(r, p.pulse.generation, p.pulse.in_step, p.pulse.protected) for r, p in ranks],
+            "waiting": len(self.skeletons),
+        }
 
     def end_skeletons(self) -> None:
         """Ends the ranks that wait for a promotion."""

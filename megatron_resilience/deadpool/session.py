@@ -95,6 +95,7 @@ class Session:
         device_fabric: makes the fabric for device tensors from ``(store, rank)``, or None on CPU.
         device: that training runs on.
         timeout_s: of a collective of training (Megatron's ``--distributed-timeout-minutes``).
+        saves: training saves a checkpoint and ends when it is told to leave.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Session:
         device_fabric: Callable[[Any, int], Fabric] | None,
         device: Accelerator,
         timeout_s: float,
+        saves: bool = False,
     ) -> None:
         self._link = link
         self._place = place
@@ -114,6 +116,7 @@ class Session:
         self._device_fabric = device_fabric
         self._device = device
         self._timeout_s = timeout_s
+        self._saves = saves
         self._switch = GroupSwitch()
         self._lock = threading.Lock()
         self._to_abort: list[Any] = []
@@ -135,6 +138,7 @@ class Session:
         self._control: Any = None
         self._times: dict[str, float] = {}
         link.on_epoch = self._on_epoch
+        link.protected = self._protected
 
     @property
     def epoch(self) -> int:
@@ -177,7 +181,7 @@ class Session:
     def protect(self, generation: int) -> None:
         """On entry to the step after ``generation``: protects the state as it stands."""
         assert self._protection is not None
-        self._link.send("progress", generation=generation, in_step=True)
+        self._link.send("progress", generation=generation, in_step=True, protected=self._protected())
         self._check()
         self._protection.protect(generation)
         if generation == self._first_generation and self._fresh:
@@ -193,7 +197,7 @@ class Session:
 
     def after_step(self, generation: int) -> None:
         """After a step has completed: the end of a recovery's time is the first of these."""
-        self._link.send("progress", generation=generation, in_step=False)
+        self._link.send("progress", generation=generation, in_step=False, protected=self._protected())
         if "first_step" not in self._times:
             self._mark("first_step")
             self._link.send("stepped", epoch=self._epoch, generation=generation, times=self._times)
@@ -389,8 +393,14 @@ class Session:
             generation=generation,
             times=self._times,
             replicas=self._config.replicas,
+            saves=self._saves,
             hang_timeout_s=min(self._config.hang_timeout_s, self._timeout_s / 2),
         )
+
+    def _protected(self) -> int | None:
+        """The newest generation that is complete on all ranks with all its copies. On any thread."""
+        protection = self._protection
+        return None if protection is None else protection.protected
 
     def _report(self, kind: str, **fields: Any) -> None:
         # The outcome of a round is the same on all ranks: one of them says it.
