@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from megatron_resilience import patch
 from megatron_resilience.control import commands as people
 from megatron_resilience.control import options as launch_options
 from megatron_resilience.errors import ControlError, ResilienceError
@@ -29,11 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     launch_options.add_arguments(launch)
     planner = commands.add_parser("plan", help="what a change of layout would move and cost, offline")
     plan.add_arguments(planner)
-    run_by_name = people.add_commands(commands)
+    patch.add_arguments(
+        commands.add_parser("patch", help="put the import line into a Megatron-LM checkout", description=patch.__doc__)
+    )
+    run_by_name = people.add_commands(commands) | {"plan": plan.run, "patch": patch.run}
     args = parser.parse_args(argv)
     try:
-        if args.command == "plan":
-            return plan.run(args)
         if args.command in run_by_name:
             return _ask(run_by_name[args.command], args)
         if args.command == "launch":
