@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import signal
 import socket
@@ -35,6 +34,8 @@ from megatron_resilience.topology.epoch import Epoch
 _HEARTBEAT_S = 1.0
 _RETRY_S = 0.05
 _ENDING_S = 10.0
+_FIRST_S = 300.0
+"""How long the first agent may take to come up after this one: both import torch first, and the file system is cold."""
 _REMEMBERED = ("ready", "holdings", "joined", "stepped", "finished", "broken")
 UNBLOCK_TIMEOUT_S = 30.0
 """After a new epoch, a rank that is not back at the door by then is killed and started again in place."""
@@ -113,8 +114,6 @@ class Agent:
             elif not await self._join():
                 return await self._ended
             self._spawn(self._tick())
-            # Whoever leads hosts the epochs' stores; a successor has no time to import torch then.
-            self._spawn(asyncio.to_thread(importlib.import_module, "megatron_resilience.transport.store"))
             return await self._ended
         finally:
             self._server.close()
@@ -218,7 +217,7 @@ class Agent:
 
     async def _follow(self, endpoint: tuple[str, int], first: bool = False) -> None:
         """Connects to the agent that leads and says everything it must know of this node."""
-        patience = time.monotonic() + (60.0 if first else self._options.heartbeat_timeout_s)
+        patience = time.monotonic() + (_FIRST_S if first else self._options.heartbeat_timeout_s)
         while True:
             try:
                 peer = await connect(*endpoint, self._secret)
@@ -557,7 +556,8 @@ def run_agent(
     if endpoint is None:
         endpoint = split_endpoint(options.rdzv_endpoint) if options.rdzv_endpoint else ("127.0.0.1", 0)
     address = options.node_addr or address_towards(*(endpoint if endpoint[1] else (endpoint[0], 9)))
-    name = socket.gethostname().split(".")[0]
+    # People know a node by the name that Slurm gives it.
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
     node = f"n{order}" if options.local_nodes else f"{name}-{order}-{os.getpid()}"
     domain = failure_domain(options.failure_domains, {node} if options.local_nodes else {name, socket.gethostname()})
     agent = Agent(options, node, order, address, endpoint, secret, listener, domain)

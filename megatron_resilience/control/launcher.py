@@ -35,6 +35,7 @@ def launch(options: LaunchOptions) -> int:
     _check_writable(options)
     if options.local_nodes:
         return _launch_local(options, secret)
+    _preload(options)
     return run_agent(options, options.node_rank or 0, secret)
 
 
@@ -74,8 +75,7 @@ def _launch_local(options: LaunchOptions, secret: bytes) -> int:
     host, port = split_endpoint(options.rdzv_endpoint) if options.rdzv_endpoint else ("127.0.0.1", 0)
     listener = bind(host, port)
     endpoint = listener.getsockname()[:2]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
-    preload()
+    _preload(options)
     agents = {}
     for order in range(options.nnodes):
         pid = os.fork()
@@ -84,6 +84,12 @@ def _launch_local(options: LaunchOptions, secret: bytes) -> int:
         agents[pid] = order
     listener.close()
     return _wait(agents)
+
+
+def _preload(options: LaunchOptions) -> None:
+    """Imports what ranks need, before any agent has a connection: on a cold file system it takes longer than a heartbeat."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
+    preload()
 
 
 def _be_agent(options, order, secret, endpoint, listener) -> NoReturn:

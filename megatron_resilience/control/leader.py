@@ -190,7 +190,7 @@ class Leader:
                 self._broadcast({"kind": "stop", "status": action.status, "message": action.message})
 
     def _publish(self, epoch: Any) -> None:
-        # Imported late: an agent that never leads need not pay for torch.
+        # Its import has been paid for by the launcher; here it would silence this node's heartbeat.
         from megatron_resilience.transport.store import host_store
 
         # The old store goes with this assignment: whoever still waits on it learns so at once.
