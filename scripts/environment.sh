@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: finds a Python, makes .venv, installs what is missing. Sets $python.
 # Nothing outside the repository's folder is touched.
 
@@ -35,7 +36,7 @@ prepare() {
     python=$venv/bin/python
     if [ ! -f "$stamp" ] || [ "$root/pyproject.toml" -nt "$stamp" ]; then
         echo "== installing (torch, megatron-core and tools; some minutes the first time)"
-        "$python" -m pip install --quiet --disable-pip-version-check --editable "$root[laptop,test]"
+        "$python" -m pip install --quiet --disable-pip-version-check --editable "${root}[laptop,test]"
         touch "$stamp"
     fi
     export python

@@ -9,6 +9,7 @@
 #   MEGATRON_LM=DIR bash scripts/test.sh --real     the unmodified pretrain_gpt.py of a Megatron-LM checkout of core_v0.19.0
 #   bash scripts/test.sh ARGS...         pytest with these arguments instead, e.g. tests/control -k epoch
 set -euo pipefail
+# shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare
 cd "$root"

@@ -1,12 +1,18 @@
 """Who is alive, who does what, and the processes of a node.
 
 ===============  ==============================================================================
-``cli``          ``megatron-resilience launch ...``
+``cli``          ``megatron-resilience COMMAND ...``
+``commands``     what people ask a job: status, events, drain, swap, outcome
+``client``       finds the agent that leads, and asks it
+``desk``         the other end: answers, or says who leads
+``status``       one look at a job, as an object and as text (pure)
+``jobdir``       the folder of one job: secret, events, addresses, outcome
 ``options``      the launcher's options, validated (pure)
 ``launcher``     starts this node's agent, or all of them on one machine
 ``agent``        one per node: its ranks, its memory, its place among the agents
 ``membership``   who leads, and when a side may go on without the other (pure)
 ``coordinator``  decides: events in, actions out (pure)
+``events``       those events and actions
 ``leader``       the thin process around the coordinator, in one of the agents
 ``peers``        authenticated messages between agents
 ``channel``      messages and descriptors between an agent and a process of its node

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import signal
 import socket
@@ -18,6 +17,8 @@ from typing import Any
 
 from megatron_resilience.control import coordinator as c
 from megatron_resilience.control.addresses import address_towards, bind
+from megatron_resilience.control.desk import Desk
+from megatron_resilience.control.jobdir import JobDir
 from megatron_resilience.control.leader import Leader
 from megatron_resilience.control.membership import Evidence, next_leader
 from megatron_resilience.control.node import Node, RankProcess
@@ -33,6 +34,8 @@ from megatron_resilience.topology.epoch import Epoch
 _HEARTBEAT_S = 1.0
 _RETRY_S = 0.05
 _ENDING_S = 10.0
+_FIRST_S = 300.0
+"""How long the first agent may take to come up after this one: both import torch first, and the file system is cold."""
 _REMEMBERED = ("ready", "holdings", "joined", "stepped", "finished", "broken")
 UNBLOCK_TIMEOUT_S = 30.0
 """After a new epoch, a rank that is not back at the door by then is killed and started again in place."""
@@ -71,9 +74,12 @@ class Agent:
         self._secret = secret
         self._listener = listener
         self._settings = c.Settings(options.nnodes, options.spares, options.nproc_per_node, options.max_restarts)
-        self._events = EventLog(options.events, node)
+        self._jobdir = None if options.job_dir is None else JobDir(options.job_dir)
+        log = options.events or (None if self._jobdir is None else self._jobdir.events_file(node))
+        self._events = EventLog(log, node)
         self._leader: Leader | None = None
         self._to_leader: Peer | None = None
+        self._leader_at: tuple[str, int] | None = None
         self._followers: dict[str, Peer] = {}
         self._addresses: dict[str, tuple[str, int]] = {}
         self._state: dict[str, Any] = {"version": 0, "state": None, "addresses": {}}
@@ -88,29 +94,47 @@ class Agent:
         self._zygote_pid = zygote_pid
         self.node = Node(node, address, options, self._zygote, self._watch)
         self._overseer = Overseer(self.node, self._events, self._tell_leader, self._spawn)
+        self._desk = Desk(lambda: self._leader, lambda: self._leader_at, self._send_to_agent)
 
     async def run(self) -> int:
         """Runs until the job ends; returns its exit status."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sig, self._broadcast_end, 128 + sig, f"signal {sig} received")
+        loop.add_signal_handler(signal.SIGTERM, self._ask_to_end)
+        loop.add_signal_handler(signal.SIGINT, self._broadcast_end, 128 + signal.SIGINT, "interrupted (SIGINT)")
         try:
             await self._listen()
             loop.add_reader(self._zygote.sock, self._read_zygote)
             if self._order == 0:
+                if self._jobdir is not None:
+                    self._jobdir.begin()
                 self._lead(c.Coordinator(self._settings))
+                self._share_addresses()
                 self._leader_event(c.NodeJoined(self._id, self._order, self._domain))
-            else:
-                await self._follow(self._endpoint, first=True)
+            elif not await self._join():
+                return await self._ended
             self._spawn(self._tick())
-            # Whoever leads hosts the epochs' stores; a successor has no time to import torch then.
-            self._spawn(asyncio.to_thread(importlib.import_module, "megatron_resilience.transport.store"))
             return await self._ended
         finally:
             self._server.close()
             self.node.end_all()
             self._end_zygote()
+
+    async def _join(self) -> bool:
+        """Follows the agent of node rank 0; False when the job ends first.
+
+        Raises:
+            ControlError: it cannot be reached.
+        """
+        assert self._ended is not None
+        joining = asyncio.create_task(self._follow(self._endpoint, first=True))
+        either: list[asyncio.Future[Any]] = [joining, self._ended]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if joining.done():
+            joining.result()
+            return True
+        joining.cancel()
+        return False
 
     def _end_zygote(self) -> None:
         """Lets it end its ranks and wait for them, so that no process of this node outlives the agent."""
@@ -146,10 +170,11 @@ class Agent:
         except ControlError as error:
             writer.close()
             say(f"refused a connection from {writer.get_extra_info('peername')}: {error}")
-            return
+            return None
+        if hello is not None and hello.get("kind") == "ask":
+            return await self._desk.serve(peer, hello)
         if hello is None or hello.get("kind") != "hello" or self._leader is None:
-            peer.close()
-            return
+            return peer.close()
         node = hello["node"]
         self._followers[node] = peer
         self._addresses[node] = (hello["address"][0], hello["address"][1])
@@ -169,7 +194,9 @@ class Agent:
         if self._followers.get(node) is peer:
             del self._followers[node]
             if self._ended and not self._ended.done():
+                self._share_addresses()
                 self._leader.lost(node, evidence)
+        return None
 
     async def _read_peer(self, peer: Peer, handle: Any) -> Evidence:
         """Reads until the other side is gone; says how that is known."""
@@ -190,7 +217,7 @@ class Agent:
 
     async def _follow(self, endpoint: tuple[str, int], first: bool = False) -> None:
         """Connects to the agent that leads and says everything it must know of this node."""
-        patience = time.monotonic() + (60.0 if first else self._options.heartbeat_timeout_s)
+        patience = time.monotonic() + (_FIRST_S if first else self._options.heartbeat_timeout_s)
         while True:
             try:
                 peer = await connect(*endpoint, self._secret)
@@ -202,7 +229,7 @@ class Agent:
                         "is --rdzv-endpoint right, and was the node of rank 0 started?"
                     ) from error
                 await asyncio.sleep(_RETRY_S)
-        self._to_leader = peer
+        self._to_leader, self._leader_at = peer, endpoint
         peer.send(
             {
                 "kind": "hello",
@@ -229,7 +256,7 @@ class Agent:
         evidence = await self._read_peer(peer, handle)
         if self._ended is None or self._finishing or self._to_leader is not peer:
             return None
-        self._to_leader = None
+        self._to_leader = self._leader_at = None
         if not heard and self._state["state"] is None:
             return self._finish(
                 1,
@@ -268,6 +295,7 @@ class Agent:
         """As successor: waits for the others to find us, then reports those that did not."""
         assert self._leader is not None
         say(f"node {self._id} leads now")
+        self._share_addresses()
         self._events.write("leader", node=self._id)
         waiting_until = time.monotonic() + self._options.heartbeat_timeout_s
         while time.monotonic() < waiting_until:
@@ -288,7 +316,8 @@ class Agent:
     # -- leading -----------------------------------------------------------------------------------
 
     def _lead(self, machine: c.Coordinator) -> None:
-        self._leader = Leader(self._id, self._address, machine, self._send_to_agent, self._events)
+        self._addresses = {**self._state["addresses"], **self._addresses}
+        self._leader = Leader(self._id, self._address, machine, self._send_to_agent, self._events, self._desk.answered)
 
     def _leader_event(self, event: c.Event) -> None:
         assert self._leader is not None
@@ -305,11 +334,24 @@ class Agent:
         for peer in self._followers.values():
             peer.send({"kind": "addresses", "addresses": self._addresses})
         self._state["addresses"] = dict(self._addresses)
+        if self._jobdir is not None:
+            here = {self._id, *self._followers}
+            with self._jobdir.best_effort():
+                self._jobdir.write_agents(self._id, {n: at for n, at in self._addresses.items() if n in here})
 
     def _from_agent(self, node: str, message: dict[str, Any]) -> None:
         assert self._leader is not None
         if message["kind"] == "end":
             self._leader.event(c.RankFatal(-1, message["message"]))
+            return
+        if message["kind"] == "end_asked":
+            self._leader.event(c.EndAsked(message["why"]))
+            return
+        if message["kind"] == "seen":
+            self._desk.seen(node, message)
+            return
+        if message["kind"] == "layout_checked":
+            self._desk.checked(message)
             return
         self._leader.message(node, message)
 
@@ -324,11 +366,15 @@ class Agent:
             self._state["addresses"] = message["addresses"]
         elif kind == "epoch":
             self._enter(Epoch.from_json(message["epoch"]))
-        elif kind == "plan":
-            self.node.plan(message)
+        elif kind in ("plan", "leave"):
+            self.node.tell_all(message)
+        elif kind == "look":
+            self._tell_leader({"kind": "seen", "look": message["look"], "seen": self.node.seen()})
         elif kind == "running":
             self._running = True
             self._prepare()
+        elif kind == "check_layout":
+            self.node.tell_rank_zero(message)
         elif kind == "prepare":
             self.node.prepare_next(Epoch.from_json(message["epoch"]))
         elif kind in ("hold", "stop_at"):
@@ -428,7 +474,7 @@ class Agent:
 
     def _tell_leader(self, message: dict[str, Any]) -> None:
         if self._leader is not None:
-            self._leader.message(self._id, message)
+            self._from_agent(self._id, message)
         elif self._to_leader is not None:
             self._to_leader.send(message)
 
@@ -476,6 +522,14 @@ class Agent:
                 for peer in [*self._followers.values(), *([self._to_leader] if self._to_leader else [])]:
                     peer.send({"kind": "beat"})
 
+    def _ask_to_end(self) -> None:
+        """SIGTERM: the job ends in good order, as a whole."""
+        why = f"node {self._id} got SIGTERM"
+        if self._leader is None and self._to_leader is None:
+            self._broadcast_end(128 + signal.SIGTERM, why)
+        else:
+            self._tell_leader({"kind": "end_asked", "why": why})
+
     def _broadcast_end(self, status: int, message: str) -> None:
         """Ends the job everywhere from here."""
         if self._leader is not None:
@@ -489,6 +543,9 @@ class Agent:
         if self._ended is None or self._finishing:
             return
         self._finishing = True
+        if self._leader is not None and self._jobdir is not None:
+            with self._jobdir.best_effort():
+                self._jobdir.end(status, message)
         if message and (self._leader is not None or self._to_leader is None):
             say(message)
         self._spawn(self._flush_and_end(status))
@@ -534,7 +591,8 @@ def run_agent(
     if endpoint is None:
         endpoint = split_endpoint(options.rdzv_endpoint) if options.rdzv_endpoint else ("127.0.0.1", 0)
     address = options.node_addr or address_towards(*(endpoint if endpoint[1] else (endpoint[0], 9)))
-    name = socket.gethostname().split(".")[0]
+    # People know a node by the name that Slurm gives it.
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
     node = f"n{order}" if options.local_nodes else f"{name}-{order}-{os.getpid()}"
     domain = failure_domain(options.failure_domains, {node} if options.local_nodes else {name, socket.gethostname()})
     agent = Agent(options, node, order, address, endpoint, secret, listener, domain)

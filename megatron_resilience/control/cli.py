@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 
+from megatron_resilience import patch
+from megatron_resilience.control import commands as people
 from megatron_resilience.control import options as launch_options
-from megatron_resilience.errors import ResilienceError
+from megatron_resilience.errors import ControlError, ResilienceError
 from megatron_resilience.routing import command as plan
 from megatron_resilience.version import __version__
 
-USER_ERROR = 2
+USER_ERROR = people.IMPOSSIBLE
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; exit status 0 when it did what was asked, 2 when it was asked for something impossible."""
+    """Runs a command; exit status 0 when it did what was asked, 2 when it cannot be done (:mod:`commands` has them all)."""
     parser = argparse.ArgumentParser(prog="megatron-resilience", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -27,10 +30,14 @@ def main(argv: list[str] | None = None) -> int:
     launch_options.add_arguments(launch)
     planner = commands.add_parser("plan", help="what a change of layout would move and cost, offline")
     plan.add_arguments(planner)
+    patch.add_arguments(
+        commands.add_parser("patch", help="put the import line into a Megatron-LM checkout", description=patch.__doc__)
+    )
+    run_by_name = people.add_commands(commands) | {"plan": plan.run, "patch": patch.run}
     args = parser.parse_args(argv)
     try:
-        if args.command == "plan":
-            return plan.run(args)
+        if args.command in run_by_name:
+            return _ask(run_by_name[args.command], args)
         if args.command == "launch":
             from megatron_resilience.control.launcher import launch as run
 
@@ -39,6 +46,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-resilience: {error}", file=sys.stderr)
         return USER_ERROR
     raise AssertionError(args.command)
+
+
+def _ask(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    try:
+        return run(args)
+    except ControlError as error:
+        print(f"megatron-resilience: {error}", file=sys.stderr)
+        return people.UNREACHABLE
+    except BrokenPipeError:
+        # `| head` has seen enough; nothing may be flushed into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return people.DONE
+    except KeyboardInterrupt:
+        return people.DONE
 
 
 if __name__ == "__main__":

@@ -16,13 +16,49 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_resilience.control.classification import WINDOW, Decision, Fault, Sign, classify
+from megatron_resilience.control.events import (
+    Abandon,
+    Action,
+    AllWait,
+    Answer,
+    EndAsked,
+    Event,
+    FallbacksKnown,
+    Hold,
+    Leave,
+    NodeHoldings,
+    NodeJoined,
+    NodeLost,
+    Note,
+    Prepare,
+    Publish,
+    RankBroken,
+    RankExited,
+    RankFatal,
+    RankFinished,
+    RankHeld,
+    RankJoined,
+    RankParked,
+    RankPrepared,
+    RankReady,
+    RankUnkillable,
+    SendPlan,
+    Stop,
+    StopAt,
+    SwapAsked,
+    SwitchAsked,
+    Switched,
+    Tick,
+)
 from megatron_resilience.control.membership import Evidence, may_go_on
 from megatron_resilience.control.switching import Fallback, Switch, Wish, target_of
-from megatron_resilience.deadpool.recovery import Holding, RestorePlan, plan_restore
+from megatron_resilience.deadpool.recovery import Holding, plan_restore
 from megatron_resilience.errors import ConfigurationError, StateError
 from megatron_resilience.topology.epoch import Epoch
 
 _REMEMBERED = 5
+LEFT_EXIT = 75
+"""Exit status of a job that was asked to end and saved its state: the same command goes on (sysexits' EX_TEMPFAIL)."""
 GROW_AGAIN_S = 60.0
 """Between two attempts to go back to a larger layout."""
 FRUITLESS_LIMIT = 8
@@ -66,243 +102,6 @@ class Settings:
         return self.nnodes - self.spares
 
 
-# -- events ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NodeJoined:
-    """An agent connected; ``order`` is its place among those that ask for a slot, ``domain`` its failure domain."""
-
-    node: str
-    order: int
-    domain: str = ""
-
-
-@dataclass(frozen=True)
-class NodeLost:
-    """An agent is gone."""
-
-    node: str
-    evidence: Evidence
-
-
-@dataclass(frozen=True)
-class RankExited:
-    """A rank's process ended; ``status`` is negative for a signal, ``hung`` says why its agent ended it."""
-
-    node: str
-    rank: int
-    epoch: int
-    status: int
-    generation: int
-    hung: str = ""
-
-
-@dataclass(frozen=True)
-class RankUnkillable:
-    """A rank's process was killed and does not end."""
-
-    node: str
-    rank: int
-
-
-@dataclass(frozen=True)
-class RankReady:
-    """A rank waits at the door of an epoch."""
-
-    rank: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class NodeHoldings:
-    """The sealed slots in a node's memory, listed when all its ranks were ready."""
-
-    node: str
-    epoch: int
-    holdings: tuple[Holding, ...]
-
-
-@dataclass(frozen=True)
-class RankJoined:
-    """A rank committed to an epoch and trains from ``generation``, with ``replicas`` copies on other nodes."""
-
-    rank: int
-    epoch: int
-    generation: int
-    replicas: int = 1
-
-
-@dataclass(frozen=True)
-class RankBroken:
-    """A rank's connections broke and it does not know why."""
-
-    rank: int
-    epoch: int
-    error: str
-
-
-@dataclass(frozen=True)
-class AllWait:
-    """No rank makes progress, and none is to blame for it."""
-
-    epoch: int
-    why: str
-
-
-@dataclass(frozen=True)
-class RankFinished:
-    """A rank left the training loop, as all others did."""
-
-    rank: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class RankFatal:
-    """A rank found something that no recovery mends (parameters differ among replicas)."""
-
-    rank: int
-    error: str
-    epoch: int = 0
-
-
-@dataclass(frozen=True)
-class SwitchAsked:
-    """Somebody wants another layout."""
-
-    wish: Wish
-
-
-@dataclass(frozen=True)
-class FallbacksKnown:
-    """Layouts for fewer nodes, by number of nodes; for as many as train now, the present one."""
-
-    epoch: int
-    layouts: dict[int, Fallback]
-
-
-@dataclass(frozen=True)
-class RankHeld:
-    """A rank goes no further than to generation ``limit`` without further word."""
-
-    rank: int
-    epoch: int
-    limit: int
-
-
-@dataclass(frozen=True)
-class RankPrepared:
-    """A rank of the next world waits for its state."""
-
-    rank: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class RankParked:
-    """A rank of this world stands still at the agreed generation, sealed in ``slot``."""
-
-    rank: int
-    epoch: int
-    generation: int
-    slot: int
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time passes."""
-
-
-Event = (
-    NodeJoined
-    | NodeLost
-    | RankExited
-    | RankUnkillable
-    | AllWait
-    | RankReady
-    | NodeHoldings
-    | RankJoined
-    | RankBroken
-    | RankFinished
-    | RankFatal
-    | SwitchAsked
-    | FallbacksKnown
-    | RankHeld
-    | RankPrepared
-    | RankParked
-    | Tick
-)
-
-# -- actions ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Tell everybody about a new epoch (the leader adds store and token)."""
-
-    epoch: Epoch
-
-
-@dataclass(frozen=True)
-class SendPlan:
-    """Tell every rank what to restore."""
-
-    plan: RestorePlan
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End the job everywhere with an exit status and, unless it is 0, one clear message."""
-
-    status: int
-    message: str
-
-
-@dataclass(frozen=True)
-class Note:
-    """Something for the event log."""
-
-    kind: str
-    fields: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """Start the next world beside this one (the leader adds store and token)."""
-
-    epoch: Epoch
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Ask every rank for the generation that it will not pass."""
-
-
-@dataclass(frozen=True)
-class StopAt:
-    """Tell every rank where to park."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Switched:
-    """The next world is this one."""
-
-    epoch: Epoch
-
-
-@dataclass(frozen=True)
-class Abandon:
-    """End the next world; this one goes on."""
-
-    why: str
-
-
-Action = Publish | SendPlan | Stop | Note | Prepare | Hold | StopAt | Switched | Abandon
-
-
 @dataclass
 class Coordinator:
     """The state machine. Attributes other than ``settings`` are its state."""
@@ -318,7 +117,11 @@ class Coordinator:
     faults: dict[str, int] = field(default_factory=dict)
     node_faults: dict[str, list[int]] = field(default_factory=dict)
     suspects: list[str] = field(default_factory=list)
+    drained: list[str] = field(default_factory=list)
     replicas: int = 0
+    saves: bool = False
+    leaving: str = ""
+    recovery: dict[str, Any] | None = None
     history: list[str] = field(default_factory=list)
     fruitless: int = 0
     store_node: str = ""
@@ -365,6 +168,8 @@ class Coordinator:
             RankHeld: self._rank_held,
             RankPrepared: self._rank_prepared,
             RankParked: self._rank_parked,
+            SwapAsked: self._swap_asked,
+            EndAsked: self._end_asked,
             Tick: self._tick,
         }
         return handlers[type(event)](event, now)
@@ -376,9 +181,9 @@ class Coordinator:
 
     @property
     def waiting_spares(self) -> list[str]:
-        """Nodes that are there and hold no slot, in order; those that were replaced for their faults come last."""
+        """Nodes that may take a slot, in order; those that were replaced for their faults come last."""
         bound = self.epoch.slots if self.epoch else ()
-        return sorted((n for n in self.alive if n not in bound), key=self.suspects.__contains__)
+        return sorted((n for n in self.alive if n not in (*bound, *self.drained)), key=self.suspects.__contains__)
 
     # -- nodes -------------------------------------------------------------------------------------
 
@@ -437,7 +242,7 @@ class Coordinator:
     def _smaller(self, lost: set[str]) -> Fallback | None:
         """The layout for the nodes that are left."""
         assert self.epoch is not None
-        left = len([n for n in self.alive if n not in lost])
+        left = len([n for n in self.alive if n not in lost and n not in self.drained])
         known = [count for count in self.fallbacks if count <= left]
         return self.fallbacks[max(known)] if known else None
 
@@ -453,6 +258,59 @@ class Coordinator:
         if node not in self.gone:
             self.suspects.append(node)
         return self._again(f"{what}, spare {spare} takes its place", slots=slots, newcomers=self.epoch.ranks_of(node))
+
+    # -- what people ask for -----------------------------------------------------------------------
+
+    def _swap_asked(self, event: SwapAsked, now: float) -> list[Action]:
+        refusal = self._refusal(event)
+        if refusal:
+            return [Answer(event.ticket, False, refusal)]
+        assert self.epoch is not None
+        if event.drain and event.node not in self.drained:
+            self.drained.append(event.node)
+        asked = "is drained" if event.drain else "is swapped out"
+        note = Note("drained" if event.drain else "swapped", {"node": event.node})
+        if event.node not in self.epoch.slots:
+            return [Answer(event.ticket, True, f"node {event.node} {asked}: it held no slot"), note]
+        spare = self.waiting_spares[0]
+        slots = tuple(spare if n == event.node else n for n in self.epoch.slots)
+        newcomers = self.epoch.ranks_of(event.node)
+        actions = self._next(f"node {event.node} {asked} on command, spare {spare} takes its place", slots, newcomers)
+        return [Answer(event.ticket, True, self.epoch.cause, self.epoch.number), note, *actions]
+
+    def _refusal(self, event: SwapAsked) -> str:
+        """Why a node cannot leave its slot now; empty when it can."""
+        if event.node not in self.alive:
+            return f"no node {event.node} is in the job; there are {', '.join(self.alive)}"
+        if self.epoch is None:
+            return "the job has not begun: ask again when it is running"
+        if event.node not in self.epoch.slots:
+            return "" if event.drain else f"node {event.node} holds no slot: there is nothing to swap"
+        if self.phase is not Phase.RUNNING:
+            return f"the job is {self.phase}: ask again when it is running"
+        if self.leaving:
+            return f"the job is about to end ({self.leaving})"
+        if self.replicas == 0:
+            return f"with --deadpool-replicas 0 the state of node {event.node} lies nowhere else: it cannot be replaced"
+        if not self.waiting_spares:
+            return (
+                f"no spare waits for the slot of node {event.node}: start an agent on another node, it joins as a spare"
+            )
+        return ""
+
+    def _end_asked(self, event: EndAsked, now: float) -> list[Action]:
+        if self.leaving or self.phase is Phase.FINISHING:
+            return []
+        if self.phase in (Phase.FORMING, Phase.STARTING):
+            return self._stop(LEFT_EXIT, f"{event.why} before training began: there is nothing to save")
+        if not self.saves:
+            return self._stop(
+                event.status,
+                f"{event.why}: the state since the last checkpoint is lost, because nothing saves it at the end "
+                "(--exit-signal-handler and --save do)",
+            )
+        self.leaving = event.why
+        return [*self._abandon(event.why), Note("leaving", {"why": event.why}), Leave(event.why)]
 
     # -- ranks -------------------------------------------------------------------------------------
 
@@ -474,7 +332,8 @@ class Coordinator:
                     abs(event.status), f"rank {event.rank} ended with {how} after training had ended"
                 )
             if len(self._exited) == epoch.world_size:
-                return actions + self._stop(0, "")
+                left = f"{self.leaving}: a checkpoint is saved, the same command goes on from it"
+                return actions + (self._stop(LEFT_EXIT, left) if self.leaving else self._stop(0, ""))
             return actions
         self._down.add(event.rank)
         place = f"{event.rank}@{event.generation}"
@@ -555,7 +414,8 @@ class Coordinator:
             plan = plan_restore(epoch.number, nodes, [h for held in self._held.values() for h in held])
             if fallback is None:
                 raise ConfigurationError("no smaller layout is known for the nodes that are left")
-            wish = Wish(fallback.layout, fallback.ranks, tuple(self.alive), plan.generation)
+            left = tuple(n for n in self.alive if n not in self.drained)
+            wish = Wish(fallback.layout, fallback.ranks, left, plan.generation)
             target = target_of(wish, epoch, [], self._next_number(), self.domains, self.replicas)
         except (StateError, ConfigurationError) as error:
             return self._stop(1, f"{epoch.cause}: {error}")
@@ -573,12 +433,14 @@ class Coordinator:
             return []
         assert self.epoch is not None
         self._joined.add(event.rank)
-        self.replicas = event.replicas
+        self.replicas, self.saves = event.replicas, event.saves
         if len(self._joined) < self.epoch.world_size:
             return []
         self.phase = Phase.RUNNING
         self._down.clear()
-        actions: list[Action] = [Note("running", {"epoch": event.epoch, "generation": event.generation})]
+        # Ranks that are new have not heard it.
+        leave: list[Action] = [Leave(self.leaving)] if self.leaving else []
+        actions: list[Action] = [Note("running", {"epoch": event.epoch, "generation": event.generation}), *leave]
         wish, self.wish = self.wish, None
         return actions + (self._switch_asked(SwitchAsked(wish), now) if wish else [])
 
@@ -586,6 +448,10 @@ class Coordinator:
         """Notes that a step was completed: from now on start-up state is history."""
         self.stepped = True
         self.fruitless = 0
+
+    def recovered(self, record: dict[str, Any]) -> None:
+        """Keeps the summary of a recovery (a JSON object), for whoever asks and for a successor."""
+        self.recovery = record
 
     def _rank_broken(self, event: RankBroken, now: float) -> list[Action]:
         if self._of_switch(event.epoch):
@@ -620,19 +486,29 @@ class Coordinator:
 
     def _switch_asked(self, event: SwitchAsked, now: float) -> list[Action]:
         wish = event.wish
-        if self.switch is not None or self.phase in (Phase.FINISHING, Phase.FORMING):
-            why = "another change is under way" if self.switch is not None else f"the job is {self.phase}"
-            return [Note("switch_refused", {"layout": wish.layout, "why": why})]
+
+        def refused(why: str) -> list[Action]:
+            answer: list[Action] = [Answer(event.ticket, False, why)] if event.ticket else []
+            return [Note("switch_refused", {"layout": wish.layout, "why": why}), *answer]
+
+        if self.switch is not None:
+            return refused("another change is under way")
+        if self.leaving or self.phase in (Phase.FINISHING, Phase.FORMING):
+            return refused("the job ends" if self.leaving else f"the job is {self.phase}")
         if self.phase is not Phase.RUNNING:
+            if event.ticket:
+                return refused("the job recovers: ask again when it trains")
             self.wish = wish
             return []
         assert self.epoch is not None
         try:
             target = target_of(wish, self.epoch, self.waiting_spares, self._next_number(), self.domains, self.replicas)
         except ConfigurationError as error:
-            return [Note("switch_refused", {"layout": wish.layout, "why": str(error)})]
+            return refused(str(error))
         self.switch = Switch(target, wish.at, now)
         actions: list[Action] = [Prepare(target), Note("preparing", {"epoch": target.number, "layout": wish.layout})]
+        if event.ticket:
+            actions.append(Answer(event.ticket, True, target.cause, target.number))
         return actions if self.switch.asap else [*actions, Hold()]
 
     def _fallbacks_known(self, event: FallbacksKnown, now: float) -> list[Action]:
@@ -750,6 +626,18 @@ class Coordinator:
                 1,
                 f"{cause}; {self.settings.max_restarts} faults were repaired before (--max-restarts), now the job stops{before}",
             )
+        return self._next(cause, slots, newcomers, fresh, lost)
+
+    def _next(
+        self,
+        cause: str,
+        slots: tuple[str, ...] | None,
+        newcomers: tuple[int, ...],
+        fresh: bool = False,
+        lost: tuple[str, ...] = (),
+    ) -> list[Action]:
+        """The next epoch."""
+        assert self.epoch is not None
         begun = self.phase not in (Phase.STARTING, Phase.FORMING)
         # Ranks that were new in an epoch that nobody finished are still new.
         waiting = self.epoch.newcomers if self.phase is Phase.RECOVERING else ()
@@ -800,7 +688,11 @@ class Coordinator:
             "faults": self.faults,
             "node_faults": self.node_faults,
             "suspects": self.suspects,
+            "drained": self.drained,
             "replicas": self.replicas,
+            "saves": self.saves,
+            "leaving": self.leaving,
+            "recovery": self.recovery,
             "history": self.history,
             "fruitless": self.fruitless,
             "store_node": self.store_node,
@@ -824,7 +716,11 @@ class Coordinator:
             faults=dict(data["faults"]),
             node_faults={n: list(g) for n, g in data["node_faults"].items()},
             suspects=list(data["suspects"]),
+            drained=list(data["drained"]),
             replicas=data["replicas"],
+            saves=data["saves"],
+            leaving=data["leaving"],
+            recovery=data["recovery"],
             history=list(data["history"]),
             fruitless=data["fruitless"],
             store_node=data["store_node"],

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from megatron_resilience.control.addresses import bind
 from megatron_resilience.control.agent import be_local_node, run_agent
+from megatron_resilience.control.jobdir import JobDir, read_secret
 from megatron_resilience.control.options import SECRET_VARIABLE, LaunchOptions, split_endpoint
 from megatron_resilience.control.zygote import preload
 from megatron_resilience.errors import ConfigurationError, ResilienceError
@@ -28,10 +29,13 @@ def launch(options: LaunchOptions) -> int:
     if options.nproc_per_node > 1:
         # As torchrun does; it must stand before torch is loaded, and ranks are forked from here.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.job_dir is not None:
+        JobDir(options.job_dir).prepare()
     secret = job_secret(options)
     _check_writable(options)
     if options.local_nodes:
         return _launch_local(options, secret)
+    _preload(options)
     return run_agent(options, options.node_rank or 0, secret)
 
 
@@ -42,21 +46,16 @@ def job_secret(options: LaunchOptions) -> bytes:
         ConfigurationError: none was given for a job of several launchers, or its file is readable by others.
     """
     if options.secret_file is not None:
-        try:
-            mode = options.secret_file.stat().st_mode & 0o777
-            if mode & 0o077:
-                raise ConfigurationError(
-                    f"--secret-file {options.secret_file} has mode {mode:04o}: others can read it, chmod 600 it"
-                )
-            return options.secret_file.read_bytes().strip()
-        except OSError as error:
-            raise ConfigurationError(f"--secret-file {options.secret_file}: {error.strerror}") from error
+        return read_secret(options.secret_file, f"--secret-file {options.secret_file}")
     if SECRET_VARIABLE in os.environ:
         return os.environ[SECRET_VARIABLE].encode()
+    if options.job_dir is not None:
+        return JobDir(options.job_dir).secret()
     if options.local_nodes or options.nnodes == 1:
         return secrets.token_bytes(32)
     raise ConfigurationError(
-        f"a job of several nodes needs a secret that all its agents share: --secret-file FILE (mode 0600), or {SECRET_VARIABLE}"
+        "a job of several nodes needs a secret that all its agents share: --job-dir DIR (a folder that all of them see), "
+        f"--secret-file FILE (mode 0600), or {SECRET_VARIABLE}"
     )
 
 
@@ -76,8 +75,7 @@ def _launch_local(options: LaunchOptions, secret: bytes) -> int:
     host, port = split_endpoint(options.rdzv_endpoint) if options.rdzv_endpoint else ("127.0.0.1", 0)
     listener = bind(host, port)
     endpoint = listener.getsockname()[:2]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
-    preload()
+    _preload(options)
     agents = {}
     for order in range(options.nnodes):
         pid = os.fork()
@@ -86,6 +84,12 @@ def _launch_local(options: LaunchOptions, secret: bytes) -> int:
         agents[pid] = order
     listener.close()
     return _wait(agents)
+
+
+def _preload(options: LaunchOptions) -> None:
+    """Imports what ranks need, before any agent has a connection: on a cold file system it takes longer than a heartbeat."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
+    preload()
 
 
 def _be_agent(options, order, secret, endpoint, listener) -> NoReturn:
@@ -114,10 +118,11 @@ def _wait(agents: dict[int, int]) -> int:
         stopping = True
         for pid in agents:
             try:
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGTERM if signum == signal.SIGTERM else signal.SIGINT)
             except ProcessLookupError:
                 continue
 
+    # To end in good order, as SIGTERM asks for, takes a while; who is in a hurry interrupts.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, forward)
     status, died = 0, None

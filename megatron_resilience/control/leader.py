@@ -30,6 +30,7 @@ class Leader:
         machine: the coordinator, new or inherited.
         send: sends a message to the agent of a node (this one's own included).
         events: the job's log.
+        answer: takes the answer to something that people asked for.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Leader:
         machine: c.Coordinator,
         send: Callable[[str, dict[str, Any]], None],
         events: EventLog,
+        answer: Callable[[c.Answer], None],
     ) -> None:
         self.machine = machine
-        self._node = node
+        self.node = node
         self._address = address
         self._send = send
         self._events = events
+        self._answer = answer
         self._store: Any = None
         self._next_store: Any = None
         self._switching = SwitchTimes()
@@ -85,7 +88,8 @@ class Leader:
             self._standings(node, message["survey"], [Standing(*s) for s in message["standings"]])
         elif kind == "joined":
             self._resumed = message["generation"]
-            self.event(c.RankJoined(rank, message["epoch"], message["generation"], message["replicas"]))
+            saves = message["saves"]
+            self.event(c.RankJoined(rank, message["epoch"], message["generation"], message["replicas"], saves))
         elif kind == "broken":
             self._events.write("broken", rank=rank, error=message["error"])
             self.event(c.RankBroken(rank, message.get("epoch", 0), message["error"]))
@@ -145,13 +149,17 @@ class Leader:
             seconds = phases(self._evidence_at or self._published_at, self._published_at, self._times)
             again = max(0, self._newest - self._resumed)
             recovery = Recovery(epoch.number, epoch.cause, self._resumed, again, seconds)
+            record = {
+                "epoch": epoch.number,
+                "cause": epoch.cause,
+                "generation": self._resumed,
+                "steps_again": again,
+                "seconds": {k: round(v, 4) for k, v in seconds.items()},
+            }
+            self.machine.recovered(record | {"at": round(time.time(), 3)})
             self._events.write(
                 "recovered",
-                epoch=epoch.number,
-                cause=epoch.cause,
-                generation=self._resumed,
-                steps_again=again,
-                seconds={k: round(v, 4) for k, v in seconds.items()},
+                **record,
                 marks={r: {k: round(t - self._published_at, 3) for k, t in m.items()} for r, m in self._times.items()},
             )
             say(recovery.text())
@@ -210,11 +218,16 @@ class Leader:
             elif isinstance(action, c.Switched):
                 self._times, self._taken = {}, self._switching
                 self._store, self._next_store = self._next_store, None
-                self.machine.store_node = self._node
+                self.machine.store_node = self.node
                 self._broadcast({"kind": "switched", "epoch": action.epoch.to_json()})
             elif isinstance(action, c.SendPlan):
                 self._switching.moving()
                 self._broadcast({"kind": "plan", "plan": action.plan.to_json()})
+            elif isinstance(action, c.Leave):
+                say(f"{action.why}: a checkpoint is saved at the end of this step, and the job ends")
+                self._broadcast({"kind": "leave", "why": action.why})
+            elif isinstance(action, c.Answer):
+                self._answer(action)
             elif isinstance(action, c.Note):
                 self._events.write(action.kind, **action.fields)
                 if action.kind in ("running", "switched"):
@@ -226,13 +239,13 @@ class Leader:
                 self._broadcast({"kind": "stop", "status": action.status, "message": action.message})
 
     def _publish(self, epoch: Any) -> None:
-        # Imported late: an agent that never leads need not pay for torch.
+        # Its import has been paid for by the launcher; here it would silence this node's heartbeat.
         from megatron_resilience.transport.store import host_store
 
         # The old store goes with this assignment: whoever still waits on it learns so at once.
         self._store = host_store(self._address)
         self.machine.epoch = replace(epoch, store=(self._address, self._store.port), token=secrets.token_hex(16))
-        self.machine.store_node = self._node
+        self.machine.store_node = self.node
         self._published_at = time.time()
         self._times = {}
 

@@ -28,6 +28,8 @@ class AgentLink:
         channel: this rank's end.
         on_epoch: called on the link's thread as soon as a newer epoch is known; must not block.
         given_up: how many changes of layout were.
+        on_leave: the same, when the job is to save a checkpoint and to end.
+        protected: the same; the newest generation that is safe on other nodes too, or None.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -44,6 +46,9 @@ class AgentLink:
         self._limit: int | None = None
         self._stop_at: int | None = None
         self.on_epoch: Callable[[Epoch], None] = lambda _: None
+        self.on_leave: Callable[[], None] = lambda: None
+        self.on_check: Callable[[dict[str, Any]], None] = self._cannot_check
+        self.protected: Callable[[], int | None] = lambda: None
         threading.Thread(target=self._read, name="agent-link", daemon=True).start()
 
     @classmethod
@@ -187,6 +192,10 @@ class AgentLink:
             if self.latest() > epoch:
                 raise Interrupted
 
+    def _cannot_check(self, message: dict[str, Any]) -> None:
+        error = "the job runs without --hotswap-parallelism, or training has not begun"
+        self.send("layout_checked", ticket=message["ticket"], error=error)
+
     def _superseded(self) -> bool:
         return self.latest() > self._trains_in
 
@@ -200,7 +209,10 @@ class AgentLink:
             kind = message["kind"]
             if kind == "ping":
                 with contextlib.suppress(ControlError):
-                    self.send("pong", waits=main_thread_waits())
+                    self.send("pong", waits=main_thread_waits(), protected=self.protected())
+                continue
+            if kind == "leave":
+                self.on_leave()
                 continue
             with self._condition:
                 if kind == "epoch":
@@ -223,6 +235,9 @@ class AgentLink:
                         self.send("held", epoch=self._trains_in, limit=self._limit)
                 elif kind == "stop_at":
                     self._stop_at, self._limit = message["generation"], None
+                elif kind == "check_layout":
+                    # Not here: the agent's other questions must not wait for it.
+                    threading.Thread(target=self.on_check, args=(message,), daemon=True).start()
                 elif kind == "resume":
                     self._stop_at = self._limit = None
                     self.given_up += 1

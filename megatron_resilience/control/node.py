@@ -143,6 +143,11 @@ class Node:
         for process in self.ranks.values():
             self.tell(process, message)
 
+    def tell_rank_zero(self, message: dict[str, Any]) -> None:
+        """Passes a question on to rank 0, which is here."""
+        if 0 in self.ranks:
+            self.tell(self.ranks[0], message)
+
     # -- the next world ----------------------------------------------------------------------------
 
     def prepare_next(self, epoch: Epoch) -> None:
@@ -207,6 +212,14 @@ class Node:
                 process.channel.send({"kind": "lent", **sizes}, [memory.fd, shelf.fd])
             except OSError:
                 return
+
+    def seen(self) -> dict[str, Any]:
+        """Where this node's ranks stand, for :func:`megatron_resilience.control.status.status`."""
+        ranks = sorted(self.ranks.items())
+        return {
+            "ranks": [(r, p.pulse.generation, p.pulse.in_step, p.pulse.protected) for r, p in ranks],
+            "waiting": len(self.skeletons),
+        }
 
     def end_skeletons(self) -> None:
         """Ends the ranks that wait for a promotion."""

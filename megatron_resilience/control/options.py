@@ -11,6 +11,7 @@ import yaml
 from megatron_resilience.errors import ConfigurationError
 
 SECRET_VARIABLE = "MEGATRON_RESILIENCE_SECRET"
+JOB_VARIABLE = "MEGATRON_RESILIENCE_JOB_DIR"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class LaunchOptions:
         failure_domains: YAML file, name of a rack to its hosts; None: every node is a domain of its own.
         events: file of the event log.
         secret_file: file of mode 0600 with the job's secret.
+        job_dir: folder that all nodes see, for secret, events, addresses and outcome; None: there is none.
         script: the training script.
         script_args: its arguments.
     """
@@ -48,6 +50,7 @@ class LaunchOptions:
     failure_domains: Path | None
     events: Path | None
     secret_file: Path | None
+    job_dir: Path | None
     script: str
     script_args: tuple[str, ...]
 
@@ -108,6 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"the job's secret, mode 0600 (or ${SECRET_VARIABLE})",
     )
+    add(
+        "--job-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"folder of this job alone, which all nodes see (or ${JOB_VARIABLE}): brings the secret and the event log, and is "
+        "what status, events, drain and swap are given",
+    )
     add("script", help="the training script")
     add("script_args", nargs=argparse.REMAINDER, help="its arguments")
 
@@ -135,6 +145,7 @@ def from_namespace(args: argparse.Namespace, environment: dict[str, str]) -> Lau
         failure_domains=args.failure_domains,
         events=args.events,
         secret_file=args.secret_file,
+        job_dir=args.job_dir or (Path(environment[JOB_VARIABLE]) if environment.get(JOB_VARIABLE) else None),
         script=args.script,
         script_args=tuple(args.script_args),
     )
@@ -191,13 +202,16 @@ def failure_domain(path: Path | None, names: set[str]) -> str:
     return found[0]
 
 
-def split_endpoint(endpoint: str) -> tuple[str, int]:
+def split_endpoint(endpoint: str, option: str = "--rdzv-endpoint") -> tuple[str, int]:
     """``HOST:PORT`` taken apart.
+
+    Args:
+        option: that it was given with.
 
     Raises:
         ConfigurationError: it is not of that form.
     """
     host, colon, port = endpoint.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT with a port from 1 to 65535")
+        raise ConfigurationError(f"{option} {endpoint}: expected HOST:PORT with a port from 1 to 65535")
     return host, int(port)

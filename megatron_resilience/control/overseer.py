@@ -50,8 +50,10 @@ class Overseer:
         now, pulse, kind = time.monotonic(), process.pulse, message["kind"]
         if kind == "progress":
             pulse.enters(message["generation"], message["in_step"], now)
+            pulse.protected = message["protected"]
         elif kind == "pong":
             pulse.answers(message["waits"], now)
+            pulse.protected = message["protected"]
         elif kind == "joined":
             pulse.begins(message["hang_timeout_s"], now)
         elif kind in ("ready", "broken", "finished"):

@@ -26,12 +26,14 @@ class Pulse:
         generation: of the step it is in, or was in last.
         in_step: whether it is in one.
         waits: its last answer.
+        protected: newest generation that it knows to be safe on other nodes too; None: none is at the moment.
     """
 
     limit_s: float = 0.0
     generation: int = -1
     in_step: bool = False
     waits: bool = False
+    protected: int | None = None
     progressed: float = 0.0
     answered: float = 0.0
     asked: float | None = None

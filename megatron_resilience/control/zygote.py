@@ -56,6 +56,8 @@ def start_zygote(script: str) -> tuple[int, Channel]:
     try:
         die_with_parent()
         os.setpgid(0, 0)
+        # Slurm sends it to every process of a step; the agent decides what it means.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         _serve(theirs)
     except BaseException:
@@ -155,6 +157,7 @@ def _become_rank(message: dict[str, Any], fds: list[int]) -> NoReturn:
         # agents not the same as the ranks that they watch.
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(message["env"])
         os.environ[AGENT_FD] = str(fds[0])

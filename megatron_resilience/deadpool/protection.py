@@ -283,6 +283,11 @@ class Protection:
         self._threads[1].join(timeout_s)
         return not any(t.is_alive() for t in self._threads)
 
+    @property
+    def protected(self) -> int | None:
+        """The newest generation that is complete with all its copies; None while the job is unprotected."""
+        return self._ledger.committed if self._unprotected_since is None else None
+
     def _is_sealed(self, index: int, generation: int) -> bool:
         header = self._segment.slots[index].header()
         return header is not None and header.generation == generation

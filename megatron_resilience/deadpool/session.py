@@ -99,6 +99,7 @@ class Session:
         device: that training runs on.
         timeout_s: of a collective of training (Megatron's ``--distributed-timeout-minutes``).
         live: the state in the terms of other layouts, where the layout may change.
+        saves: training saves a checkpoint and ends when it is told to leave.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Session:
         device: Accelerator,
         timeout_s: float,
         live: Reshapable | None = None,
+        saves: bool = False,
     ) -> None:
         self._link = link
         self._place = place
@@ -121,6 +123,7 @@ class Session:
         self._timeout_s = timeout_s
         self._live = live
         self._moved: int | None = None
+        self._saves = saves
         self._switch = GroupSwitch()
         self._lock = threading.Lock()
         self._to_abort: list[Any] = []
@@ -143,6 +146,7 @@ class Session:
         self._control: Any = None
         self._times: dict[str, Any] = {}
         link.on_epoch = self._on_epoch
+        link.protected = self._protected
 
     @property
     def epoch(self) -> int:
@@ -187,7 +191,7 @@ class Session:
         assert self._protection is not None
         if not self._link.may_enter(generation):
             self._park(generation)
-        self._link.send("progress", generation=generation, in_step=True)
+        self._link.send("progress", generation=generation, in_step=True, protected=self._protected())
         self._check()
         if generation == self._moved:
             # The switch to this world has protected it already.
@@ -206,7 +210,7 @@ class Session:
 
     def after_step(self, generation: int) -> None:
         """After a step has completed: the end of a recovery's time is the first of these."""
-        self._link.send("progress", generation=generation, in_step=False)
+        self._link.send("progress", generation=generation, in_step=False, protected=self._protected())
         self._moved = None
         if "first_step" not in self._times:
             self._mark("first_step")
@@ -468,8 +472,14 @@ class Session:
             generation=generation,
             times=self._times,
             replicas=self._config.replicas,
+            saves=self._saves,
             hang_timeout_s=min(self._config.hang_timeout_s, self._timeout_s / 2),
         )
+
+    def _protected(self) -> int | None:
+        """The newest generation that is complete on all ranks with all its copies. On any thread."""
+        protection = self._protection
+        return None if protection is None else protection.protected
 
     def _report(self, kind: str, **fields: Any) -> None:
         # The outcome of a round is the same on all ranks: one of them says it.

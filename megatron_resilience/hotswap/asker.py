@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_resilience.control.link import AgentLink
 from megatron_resilience.errors import ConfigurationError
@@ -44,6 +45,20 @@ class Asker:
         self._given_up = 0
         for at, layout in schedule:
             self._check(layout, f"--hotswap-schedule, iteration {at}")
+
+        link.on_check = self.check
+
+    def check(self, message: dict[str, Any]) -> None:
+        """Answers whether a layout that somebody asks for is possible (``text``, ``at``), and what it would move."""
+        answer: dict[str, Any] = {"ticket": message["ticket"], "error": ""}
+        try:
+            layout = parse_entry(message["layout"], bare(self._live.layout), f"layout {message['layout']!r}")
+            self._check(layout, f"layout {message['layout']!r}")
+            answer |= {"layout": str(layout), "ranks": layout.world}
+            answer["text"] = f"{self._live.layout} can become {layout}, {layout.world} ranks; nothing was changed"
+        except ConfigurationError as error:
+            answer["error"] = str(error)
+        self._link.send("layout_checked", **answer)
 
     def enter(self, generation: int) -> None:
         """On entry to the step after ``generation``, on every rank."""

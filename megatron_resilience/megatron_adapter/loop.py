@@ -43,6 +43,11 @@ def install(config: DeadpoolConfig, link: AgentLink, args: Any) -> None:
     guard.install()
 
 
+def saves_when_told(args: Any) -> bool:
+    """Whether Megatron saves a checkpoint and leaves training at ``--exit-signal``."""
+    return bool(args.exit_signal_handler and args.save)
+
+
 class Guard:
     """Holds what the wrappers of one process share."""
 
@@ -106,7 +111,11 @@ class Guard:
             device,
             timeout_s=args.distributed_timeout_minutes * 60.0,
             live=live,
+            saves=saves_when_told(args),
         )
+        if saves_when_told(args):
+            # Megatron's own handler takes note of it, and all ranks agree on the iteration that is the last.
+            self._link.on_leave = functools.partial(os.kill, os.getpid(), args.exit_signal)
         self._state, self._session = state, session
         rerun_mode = get_rerun_state_machine().get_mode()
         self._wrap_optimizer(optimizer)

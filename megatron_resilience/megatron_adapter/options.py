@@ -30,6 +30,7 @@ KNOWN = frozenset(
         "bf16",
         "ddp_bucket_size",
         "ddp_num_buckets",
+        "exit_signal_handler",
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "fp16",

@@ -111,8 +111,7 @@ REFUSED: dict[str, Refusal] = {
     ),
     **_leave_out("it replicates NVRx local checkpoints over groups of its own", "replication"),
     **_leave_out(
-        "the handler is nested again at each entry into train(), and the node agent owns the ranks' signals",
-        "exit_signal_handler",
+        "it destroys the process groups in the middle of a step; --exit-signal-handler saves first, and works",
         "exit_signal_handler_for_training",
     ),
     **_leave_out(

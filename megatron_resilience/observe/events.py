@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+_LONGEST = 200
+
 
 class EventLog:
     """Appends events to a file of mode 0600, one JSON object per line.
@@ -32,11 +34,32 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a job, oldest first; a line cut off by a crash is left out."""
+    """The events of a job, oldest first; a line cut off by a crash is left out.
+
+    Args:
+        path: of one log, or of a folder with one for each agent, whose clocks may differ a little.
+    """
+    if path.is_dir():
+        found = [event for log in sorted(path.glob("*.jsonl")) for event in read_events(log)]
+        return sorted(found, key=lambda event: event["time"])
     result = []
-    for line in path.read_text().splitlines():
+    for text in path.read_text().splitlines():
         try:
-            result.append(json.loads(line))
+            result.append(json.loads(text))
         except json.JSONDecodeError:
             continue
     return result
+
+
+def line(event: dict[str, Any]) -> str:
+    """An event for people: when, who wrote it, what; long texts (stacks) are cut."""
+    when = time.strftime("%m-%d %H:%M:%S", time.localtime(event["time"])) + f"{event['time'] % 1:.2f}"[1:]
+    fields = {k: v for k, v in event.items() if k not in ("time", "kind", "by", "marks")}
+    told = " ".join(f"{name}={_short(value)}" for name, value in fields.items())
+    return f"{when}  {event['by']:<16}  {event['kind']:<12}  {told}".rstrip()
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    text = text.replace("\n", " | ")
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."

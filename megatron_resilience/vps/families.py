@@ -13,10 +13,11 @@ from typing import Any
 
 import yaml
 
+from megatron_resilience.files import folder
 from megatron_resilience.vps.catalogue import Catalogue, catalogue_from_json
 from megatron_resilience.vps.tensors import Cut, Kind, LogicalTensor, Place
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+CONFIGS = folder("configs") / "models"
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,8 @@ EVENTS = st.one_of(
     st.builds(c.RankJoined, st.integers(0, 3), st.integers(1, 4), st.just(3)),
     st.builds(c.RankBroken, st.integers(0, 3), st.integers(1, 4), st.just("x")),
     st.builds(c.RankFinished, st.integers(0, 3), st.integers(1, 4)),
+    st.builds(c.SwapAsked, st.sampled_from("abcd"), st.booleans()),
+    st.builds(c.EndAsked, st.just("why")),
     st.builds(c.Tick),
 )
 
@@ -182,6 +184,7 @@ def test_whatever_happens_epochs_grow_and_slots_are_living_and_distinct(events):
                 number = action.epoch.number
                 assert len(set(action.epoch.slots)) == SETTINGS.slots
                 assert not set(action.epoch.slots) & set(machine.gone)
+                assert not set(action.epoch.slots) & set(machine.drained)
         heir = c.Coordinator.from_json(SETTINGS, machine.to_json())
         assert heir.to_json() == machine.to_json()
 

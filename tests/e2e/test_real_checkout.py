@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_resilience.control.cli import main
 from megatron_resilience.megatron_adapter.plugin import TRACE
 from megatron_resilience.megatron_adapter.versions import SUPPORTED
 from megatron_resilience.observe.trace import differences, losses
@@ -94,7 +95,7 @@ def patched(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if entry.name not in ("pretrain_gpt.py", ".git"):
             (folder / entry.name).symlink_to(entry)
     shutil.copy(checkout / "pretrain_gpt.py", folder)
-    subprocess.run(["git", "apply", "--unidiff-zero", str(PATCH)], cwd=folder, check=True)
+    assert main(["patch", str(folder)]) == 0
     assert (folder / "pretrain_gpt.py").read_text() != (checkout / "pretrain_gpt.py").read_text()
     return folder
 

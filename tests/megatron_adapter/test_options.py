@@ -40,6 +40,7 @@ def test_an_unclassified_option_is_noticed():
 def test_known_options_are_those_that_end_to_end_tests_use():
     used = {flag for configuration in CONFIGURATIONS.values() for flag in configuration.argv}
     used |= {"--load", "--tensorboard-dir"}  # tests/e2e/test_load.py, test_seen_once.py
+    used |= {"--exit-signal-handler"}  # tests/e2e/test_good_order.py
     known = {action.dest for action in ACTIONS if used & set(action.option_strings)}
     assert options.KNOWN - known == set()
 

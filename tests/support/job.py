@@ -130,7 +130,9 @@ def job(
     """Starts a job; what is left of it at the end is killed."""
     per_node = configuration.world_size // nodes
     argv = ["launch", "--nnodes", str(nodes + spares), "--spares", str(spares), "--local-nodes"]
-    argv += ["--nproc-per-node", str(per_node), "--events", str(folder / "events.jsonl"), *launch]
+    if "--job-dir" not in launch:
+        argv += ["--events", str(folder / "events.jsonl")]
+    argv += ["--nproc-per-node", str(per_node), *launch]
     argv += [script, *configuration.argv, "--trace-dir", str(folder / "trace"), *extra]
     folder.mkdir(parents=True, exist_ok=True)
     child = template.fork(LAUNCHER, argv, env=plain_environment() | (env or {}), output=folder / "output.log")
