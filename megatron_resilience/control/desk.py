@@ -103,7 +103,7 @@ class Desk:
             return {"kind": "answer", "done": False, "text": "the job has not begun: ask again when it is running"}
         checked: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._checks[number] = checked
-        asked = {"layout": str(question.get("layout")), "at": int(question.get("at", 0))}
+        asked: dict[str, Any] = {"layout": str(question.get("layout")), "at": int(question.get("at", 0))}
         try:
             self._send(epoch.node_of(0), {"kind": "check_layout", "ticket": number, **asked})
             verdict = await asyncio.wait_for(checked, CHECK_S)

@@ -45,6 +45,11 @@ class LayoutState:
         self.state = state
         self._model, self._optimizer = model, optimizer
         args = self._args = get_args()
+        if args.step_batch_size_schedule:
+            raise ConfigurationError(
+                "--hotswap-parallelism with --step-batch-size-schedule: every batch of the schedule would have to divide among "
+                "the ranks of every layout, which nobody checks yet; use a constant --global-batch-size"
+            )
         parts = [o for o in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(o, "optimizer")]
         for part in parts:
             prime(part.optimizer)
@@ -132,8 +137,6 @@ class LayoutState:
         new["groups"] = [[_like(group, groups) for group in part] for part in mine["groups"]]
         scaler = next((s for s in record["scalers"] if s is not None), None)
         new["scalers"] = [None if s is None else scaler for s in mine["scalers"]]
-        # Whether a rank reads data itself depends on its place.
-        new["args"] |= {name: mine["args"][name] for name in ("do_train", "do_valid", "do_test")}
         if not with_host_streams:
             new |= {name: mine[name] for name in ("python_rng", "numpy_rng")}
         self.state.load_record(new)

@@ -15,6 +15,7 @@ from megatron_resilience.hotswap.flags import under_layout
 from megatron_resilience.observe.events import read_events
 from megatron_resilience.observe.trace import read
 from megatron_resilience.vps.layout import parse_layout
+from tests.e2e.test_commands import People
 from tests.e2e.test_hot_swap import longer
 from tests.e2e.test_load import STEADY, stock
 from tests.support.configurations import Configuration
@@ -23,7 +24,7 @@ from tests.support.template import Child, Template, free_port, plain_environment
 
 pytestmark = pytest.mark.e2e
 
-SWITCH, LAST = 6, 12
+SWITCH, LAST, ENDLESS = 6, 12, 100_000
 RESHARDABLE = (*STEADY, "--dist-ckpt-optim-fully-reshardable")
 LOGICAL = str(Path(__file__).parents[1] / "support" / "logical.py")
 DIE_IN_SWITCH = str(Path(__file__).parents[1] / "support" / "die_in_switch.py")
@@ -40,9 +41,12 @@ def resharded_oracle(template: Template, folder: Path, base: Configuration, at: 
     """Stock Megatron: trained under ``base`` up to ``at``, saved, loaded under ``layout``, trained to ``last``."""
     checkpoint = ("--save", str(folder / "ckpt"), "--save-interval", str(at))
     stock(template, base.world_size, [*base.argv, "--train-iters", str(at), *checkpoint])
-    target = at_layout(base, layout)
-    trace = folder / "oracle"
-    argv = [*target.argv, "--train-iters", str(last), "--load", str(folder / "ckpt"), "--trace-dir", str(trace)]
+    return loaded(template, folder / "oracle", at_layout(base, layout), folder / "ckpt", last)
+
+
+def loaded(template: Template, trace: Path, target: Configuration, checkpoint: Path, last: int) -> Path:
+    """Stock Megatron goes on from a checkpoint to ``last``."""
+    argv = [*target.argv, "--train-iters", str(last), "--load", str(checkpoint), "--trace-dir", str(trace)]
     stock(template, target.world_size, argv)
     return trace
 
@@ -61,21 +65,27 @@ full = pytest.mark.full
         pytest.param("tp2_dp2_fp32", "DP4", ("--vocab-size", "101"), marks=full),
         pytest.param("moe_ep2_dp4", "TP2 DP2 EP2", ("--sequence-parallel",), marks=full),
         pytest.param("no_distributed_optimizer", "TP4", (), marks=full),
+        pytest.param("fp16", "DP4", (), marks=full),
     ],
 )
 def test_training_goes_on_as_stock_megatron_would(
     template: Template, tmp_path: Path, name: str, layout: str, more: tuple[str, ...]
 ) -> None:
-    base = longer(name, LAST, *RESHARDABLE, *more)
+    """With evaluations before and after; and what it saves after the switch, stock Megatron goes on from."""
+    evaluated = ("--eval-iters", "2", "--eval-interval", "4", "--split", "90,5,5")
+    base = longer(name, LAST, *RESHARDABLE, *evaluated, *more)
     schedule = tmp_path / "schedule.yaml"
     schedule.write_text(f"{SWITCH}: {layout}\n")
-    with job(template, tmp_path / "run", base, (*HOTSWAP, "--hotswap-schedule", str(schedule))) as running:
-        running.finish()
+    saved = ("--save", str(tmp_path / "saved"), "--save-interval", str(LAST))
+    with job(template, tmp_path / "run", base, (*HOTSWAP, "--hotswap-schedule", str(schedule), *saved)) as running:
+        running.finish(timeout=300)
         (switched,) = running.of_kind("switch_done")
         assert switched["generation"] == SWITCH
-    stock_trace = resharded_oracle(template, tmp_path, base, SWITCH, layout, LAST)
-    for rank, lines in read(stock_trace).items():
+    expected = read(resharded_oracle(template, tmp_path, base, SWITCH, layout, LAST + 1))
+    continued = read(loaded(template, tmp_path / "on", at_layout(base, layout), tmp_path / "saved", LAST + 1))
+    for rank, (*lines, last) in expected.items():
         assert [line for line in read(running.trace)[rank] if line["iteration"] > SWITCH] == lines
+        assert continued[rank] == [last]
 
 
 def logical_state(folder: Path, moment: str, generation: int) -> dict[str, int | float]:
@@ -194,7 +204,7 @@ def test_a_node_is_lost_and_no_spare_is_left(
 
 def test_a_node_that_comes_back_is_used_again(template: Template, tmp_path: Path) -> None:
     """Three nodes train, one dies, two go on, a third joins, three go on: no element is lost or moved on the way."""
-    base = longer("dp4", 90, "--global-batch-size", "12", "--micro-batch-size", "1")
+    base = longer("dp4", ENDLESS, "--global-batch-size", "12", "--micro-batch-size", "1")
     port, events, sums, children = free_port(), tmp_path / "events.jsonl", tmp_path / "sums", []
     sums.mkdir()
     environment = plain_environment() | {"MEGATRON_RESILIENCE_SECRET": "between us", "SUMS": str(sums)}
@@ -222,12 +232,35 @@ def test_a_node_that_comes_back_is_used_again(template: Template, tmp_path: Path
         wait_for("switch_done", 1)
         start(2)
         wait_for("switch_done", 2)
-        assert first.wait(120) == 0, first.output[-4000:]
     finally:
         for child in children:
             end(child)
     smaller, larger = seen("switch_done")
     assert "DP2" in smaller["cause"] and "DP3" in larger["cause"]
     for switch in (smaller, larger):
+        ended, began = (logical_state(sums, moment, switch["generation"]) for moment in ("end", "begin"))
+        assert ended and ended == began
+
+
+def test_people_change_the_layout_of_a_running_job(template: Template, tmp_path: Path) -> None:
+    """There and back by command; what cannot be is refused with what could, and training does not notice."""
+    people, sums = People(tmp_path / "job"), tmp_path / "sums"
+    sums.mkdir()
+    launch, env = ("--job-dir", str(people.folder)), {"SUMS": str(sums)}
+    base = longer("tp2_dp2_fp32", ENDLESS)
+    with job(template, tmp_path, base, HOTSWAP, spares=0, script=LOGICAL, env=env, launch=launch) as running:
+        running.wait_for(lambda: list(sums.glob("end4.*")))
+        refused = people.run("reshard", "--tp", "3")
+        assert refused.status == 2 and "nearest layouts" in refused.error
+        assert "alone, and --deadpool-replicas 1" in people.run("reshard", "--tp", "2").error
+        assert people.run("reshard", "--pp", "2", "--dp", "2", "--dry-run").status == 0
+        changed = people.run("reshard", "--pp", "2", "--dp", "2")
+        assert changed.status == 0 and "training goes on in layout TP1·PP2·DP2" in changed.out, changed.error
+        assert people.status()["layout"] == "TP1·PP2·DP2"
+        back = people.run("reshard", "--tp", "2", "--dp", "2", "--nodes", "n1", "n0")
+        assert back.status == 0, back.error
+        assert [slot["node"] for slot in people.status()["slots"]] == ["n1", "n0"]
+        running.wait_for(lambda: len(running.of_kind("switch_done")) == 2)
+    for switch in running.of_kind("switch_done"):
         ended, began = (logical_state(sums, moment, switch["generation"]) for moment in ("end", "begin"))
         assert ended and ended == began
