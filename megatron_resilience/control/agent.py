@@ -366,7 +366,9 @@ class Agent:
             self._state["addresses"] = message["addresses"]
         elif kind == "epoch":
             self._enter(Epoch.from_json(message["epoch"]))
-        elif kind in ("plan", "leave"):
+        elif kind == "plan":
+            self.node.plan(message)
+        elif kind == "leave":
             self.node.tell_all(message)
         elif kind == "look":
             self._tell_leader({"kind": "seen", "look": message["look"], "seen": self.node.seen()})

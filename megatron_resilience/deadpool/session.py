@@ -220,7 +220,7 @@ class Session:
         """Stands still for a change of layout; returns when that was given up."""
         assert self._protection is not None
         stopped = time.time()
-        self._link.send("progress", generation=generation, in_step=False)
+        self._link.send("progress", generation=generation, in_step=False, protected=self._protected())
         if generation == self._moved:
             slot = self._ledger.slot_of(generation)
         else:
