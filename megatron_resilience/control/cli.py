@@ -11,6 +11,7 @@ from megatron_resilience import patch
 from megatron_resilience.control import commands as people
 from megatron_resilience.control import options as launch_options
 from megatron_resilience.errors import ControlError, ResilienceError
+from megatron_resilience.preflight import command as preflight
 from megatron_resilience.routing import command as plan
 from megatron_resilience.version import __version__
 
@@ -33,7 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     patch.add_arguments(
         commands.add_parser("patch", help="put the import line into a Megatron-LM checkout", description=patch.__doc__)
     )
-    run_by_name = people.add_commands(commands) | {"plan": plan.run, "patch": patch.run}
+    preflight.add_arguments(
+        commands.add_parser(
+            "preflight", help="what protection will take, and whether it will hold", description=preflight.__doc__
+        )
+    )
+    run_by_name = people.add_commands(commands) | {"plan": plan.run, "patch": patch.run, "preflight": preflight.run}
     args = parser.parse_args(argv)
     try:
         if args.command in run_by_name:
