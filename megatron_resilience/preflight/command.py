@@ -83,7 +83,7 @@ def report(job: Job, taken: Estimate, machine: Machine | None, findings: Iterabl
     lines = [
         f"{job.name}: {job.catalogue.name}, {job.layout} on {job.nodes} nodes of {job.ranks_per_node} ranks, {job.spares} spare",
         f"  state                {job.catalogue.state_bytes / GIB:10.2f} GiB, each element once",
-        f"  device memory        {taken.device_bytes / GIB:10.2f} GiB per rank and activations{_of(hardware.device_memory_gib)}",
+        f"  device memory        {taken.device_bytes / GIB:10.2f} GiB per rank, state only{_of(hardware.device_memory_gib)}",
         f"  host memory          {taken.host_bytes / GIB:10.2f} GiB per node for two generations and "
         f"{job.deadpool.replicas} copies{_of(hardware.host_memory_gib)}",
         f"  device to host       {taken.rank_bytes / GIB:10.2f} GiB per rank and step{_seconds(taken.copy_seconds, job)}",

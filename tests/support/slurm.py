@@ -157,7 +157,17 @@ class Cluster:
         return found
 
     def kill_node(self, node: str) -> None:
-        """The node is without power: nothing on it runs any more."""
+        """The node is without power: nothing on it runs any more.
+
+        All stop before one dies: srun has a child that outlives it for a moment and then ends its job step, which nothing
+        does on a node without power.
+        """
+        stopped: set[int] = set()
+        while fresh := [p for p in self.processes(node) if p.pid not in stopped]:
+            for victim in fresh:
+                stopped.add(victim.pid)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    victim.suspend()
         while victims := self.processes(node):
             for victim in victims:
                 with contextlib.suppress(psutil.NoSuchProcess):

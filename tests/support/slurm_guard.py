@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def main() -> None:
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGCHLD, lambda *_: reap())
     for line in sys.stdin:
         order = json.loads(line)
         with Path(order["log"]).open("ab") as log:
@@ -41,10 +43,15 @@ def end_all() -> None:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        reap()
         time.sleep(0.02)
+
+
+def reap() -> None:
+    """Buries who has died."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 if __name__ == "__main__":
