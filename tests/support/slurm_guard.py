@@ -1,8 +1,8 @@
 """Runs the daemons of a virtual Slurm, and takes everything down that they started when its standard input closes.
 
-Not imported by tests; ``slurm.Cluster`` starts it as ``python slurm_guard.py`` and writes one JSON object a line,
+Not imported by tests; ``slurm.Cluster`` starts it as ``python slurm_guard.py FOLDER`` and writes one JSON object a line,
 ``{"argv": [...], "env": {...}, "log": file}``, each a daemon to start. It is a subreaper: whatever a daemon leaves behind
-(a slurmstepd is nobody's child) becomes its own. The kernel closes its input however pytest ends.
+(a slurmstepd is nobody's child) becomes its own. The kernel closes its input however pytest ends. The folder is removed at last.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ def main() -> None:
             )
         print(started.pid, flush=True)
     end_all()
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 def end_all() -> None:
