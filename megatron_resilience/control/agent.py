@@ -232,6 +232,7 @@ class Agent:
                         f"no agent answers at {endpoint[0]}:{endpoint[1]} ({error.strerror or error}): "
                         "is --rdzv-endpoint right, and was the node of rank 0 started?"
                     ) from error
+                endpoint = self._another(endpoint) if first else endpoint
                 await asyncio.sleep(_RETRY_S)
         self._to_leader, self._leader_at = peer, endpoint
         peer.send(
@@ -248,6 +249,11 @@ class Agent:
             for message in process.said.values():
                 peer.send(message)
         self._spawn(self._stay(peer))
+
+    def _another(self, endpoint: tuple[str, int]) -> tuple[str, int]:
+        """Where to look for the leader next: the node of rank 0 may be dead, and the job's folder knows who leads."""
+        known = self._jobdir.read_agents() if self._jobdir is not None else []
+        return known[0] if known and known[0] != endpoint else self._endpoint
 
     async def _stay(self, peer: Peer) -> None:
         heard = False
