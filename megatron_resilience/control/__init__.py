@@ -10,6 +10,8 @@
 ``options``      the launcher's options, validated (pure)
 ``launcher``     starts this node's agent, or all of them on one machine
 ``agent``        one per node: its ranks, its memory, its place among the agents
+``health``       what devices say of themselves, judged (pure)
+``nvml``         reads them, where there is a driver
 ``membership``   who leads, and when a side may go on without the other (pure)
 ``coordinator``  decides: events in, actions out (pure)
 ``events``       those events and actions

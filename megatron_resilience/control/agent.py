@@ -18,10 +18,12 @@ from typing import Any
 from megatron_resilience.control import coordinator as c
 from megatron_resilience.control.addresses import address_towards, bind
 from megatron_resilience.control.desk import Desk
+from megatron_resilience.control.health import Reading, judge
 from megatron_resilience.control.jobdir import JobDir
 from megatron_resilience.control.leader import Leader
 from megatron_resilience.control.membership import Evidence, next_leader
 from megatron_resilience.control.node import Node, RankProcess
+from megatron_resilience.control.nvml import Devices
 from megatron_resilience.control.options import LaunchOptions, failure_domain, split_endpoint
 from megatron_resilience.control.overseer import Overseer
 from megatron_resilience.control.peers import Peer, accept, connect
@@ -34,6 +36,7 @@ from megatron_resilience.topology.epoch import Epoch
 _HEARTBEAT_S = 1.0
 _RETRY_S = 0.05
 _ENDING_S = 10.0
+_DEVICES_S = 5.0
 _FIRST_S = 300.0
 """How long the first agent may take to come up after this one: both import torch first, and the file system is cold."""
 _REMEMBERED = ("ready", "holdings", "joined", "stepped", "finished", "broken")
@@ -114,6 +117,7 @@ class Agent:
             elif not await self._join():
                 return await self._ended
             self._spawn(self._tick())
+            self._spawn(self._watch_devices())
             return await self._ended
         finally:
             self._server.close()
@@ -228,6 +232,7 @@ class Agent:
                         f"no agent answers at {endpoint[0]}:{endpoint[1]} ({error.strerror or error}): "
                         "is --rdzv-endpoint right, and was the node of rank 0 started?"
                     ) from error
+                endpoint = self._another(endpoint) if first else endpoint
                 await asyncio.sleep(_RETRY_S)
         self._to_leader, self._leader_at = peer, endpoint
         peer.send(
@@ -244,6 +249,11 @@ class Agent:
             for message in process.said.values():
                 peer.send(message)
         self._spawn(self._stay(peer))
+
+    def _another(self, endpoint: tuple[str, int]) -> tuple[str, int]:
+        """Where to look for the leader next: the node of rank 0 may be dead, and the job's folder knows who leads."""
+        known = self._jobdir.read_agents() if self._jobdir is not None else []
+        return known[0] if known and known[0] != endpoint else self._endpoint
 
     async def _stay(self, peer: Peer) -> None:
         heard = False
@@ -523,6 +533,19 @@ class Agent:
                 beat = time.monotonic()
                 for peer in [*self._followers.values(), *([self._to_leader] if self._to_leader else [])]:
                     peer.send({"kind": "beat"})
+
+    async def _watch_devices(self) -> None:
+        """Reports what goes wrong with this node's devices; on another thread, because a driver in trouble may take its time."""
+        devices = await asyncio.to_thread(Devices.open)
+        before: list[Reading] = []
+        while devices is not None:
+            now = await asyncio.to_thread(devices.read)
+            for ailment in judge(before, now):
+                self._events.write("device", text=ailment.text, grave=ailment.grave)
+                if ailment.grave:
+                    self._tell_leader({"kind": "ailing", "why": ailment.text})
+            before = now
+            await asyncio.sleep(_DEVICES_S)
 
     def _ask_to_end(self) -> None:
         """SIGTERM: the job ends in good order, as a whole."""

@@ -21,6 +21,7 @@ class Sign(enum.StrEnum):
     RANK_UNKILLABLE = "a rank's process does not end though it was killed"
     CONNECTIONS_BROKE = "connections broke though nobody died"
     ALL_WAIT = "every rank waits for another"
+    DEVICE_AILING = "a device of the node reports a grave error"
 
 
 class Decision(enum.StrEnum):
@@ -31,6 +32,7 @@ class Decision(enum.StrEnum):
     REPLACE_NODE = "replace the node by a spare"
     SHRINK = "go on with fewer nodes in a smaller layout"
     STOP = "stop the job"
+    GO_ON = "go on as long as it lasts"
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,12 @@ TABLE = (
         Decision.REPLACE_NODE,
         "ranks fail on this node again and again",
     ),
+    Rule(
+        lambda f: f.sign is Sign.DEVICE_AILING and f.replaceable,
+        Decision.REPLACE_NODE,
+        "before it takes ranks down",
+    ),
+    Rule(lambda f: f.sign is Sign.DEVICE_AILING, Decision.GO_ON, "no healthy spare waits"),
     Rule(lambda f: f.sign in _RANK, Decision.RESTART_RANK, "its node is well"),
     Rule(lambda f: True, Decision.RENEW, "nobody is to blame"),
 )

@@ -11,14 +11,18 @@ from megatron_resilience import patch
 from megatron_resilience.control import commands as people
 from megatron_resilience.control import options as launch_options
 from megatron_resilience.errors import ControlError, ResilienceError
+from megatron_resilience.preflight import command as preflight
 from megatron_resilience.routing import command as plan
 from megatron_resilience.version import __version__
 
 USER_ERROR = people.IMPOSSIBLE
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs a command; exit status 0 when it did what was asked, 2 when it cannot be done (:mod:`commands` has them all)."""
+Run = Callable[[argparse.Namespace], int]
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Run]]:
+    """The parser of all commands, and what runs each but ``launch``."""
     parser = argparse.ArgumentParser(prog="megatron-resilience", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -33,7 +37,18 @@ def main(argv: list[str] | None = None) -> int:
     patch.add_arguments(
         commands.add_parser("patch", help="put the import line into a Megatron-LM checkout", description=patch.__doc__)
     )
-    run_by_name = people.add_commands(commands) | {"plan": plan.run, "patch": patch.run}
+    preflight.add_arguments(
+        commands.add_parser(
+            "preflight", help="what protection will take, and whether it will hold", description=preflight.__doc__
+        )
+    )
+    run_by_name = people.add_commands(commands) | {"plan": plan.run, "patch": patch.run, "preflight": preflight.run}
+    return parser, run_by_name
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command; exit status 0 when it did what was asked, 2 when it cannot be done (:mod:`commands` has them all)."""
+    parser, run_by_name = build_parser()
     args = parser.parse_args(argv)
     try:
         if args.command in run_by_name:
@@ -48,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     raise AssertionError(args.command)
 
 
-def _ask(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+def _ask(run: Run, args: argparse.Namespace) -> int:
     try:
         return run(args)
     except ControlError as error:

@@ -26,6 +26,7 @@ from megatron_resilience.control.events import (
     FallbacksKnown,
     Hold,
     Leave,
+    NodeAiling,
     NodeHoldings,
     NodeJoined,
     NodeLost,
@@ -118,6 +119,7 @@ class Coordinator:
     node_faults: dict[str, list[int]] = field(default_factory=dict)
     suspects: list[str] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
+    ailing: dict[str, str] = field(default_factory=dict)
     replicas: int = 0
     saves: bool = False
     leaving: str = ""
@@ -168,6 +170,7 @@ class Coordinator:
             RankHeld: self._rank_held,
             RankPrepared: self._rank_prepared,
             RankParked: self._rank_parked,
+            NodeAiling: self._node_ailing,
             SwapAsked: self._swap_asked,
             EndAsked: self._end_asked,
             Tick: self._tick,
@@ -181,9 +184,10 @@ class Coordinator:
 
     @property
     def waiting_spares(self) -> list[str]:
-        """Nodes that may take a slot, in order; those that were replaced for their faults come last."""
+        """Nodes that may take a slot, in order; those that were replaced for their faults, or ail, come last."""
         bound = self.epoch.slots if self.epoch else ()
-        return sorted((n for n in self.alive if n not in (*bound, *self.drained)), key=self.suspects.__contains__)
+        free = [n for n in self.alive if n not in (*bound, *self.drained)]
+        return sorted(free, key=lambda n: n in self.suspects or n in self.ailing)
 
     # -- nodes -------------------------------------------------------------------------------------
 
@@ -258,6 +262,23 @@ class Coordinator:
         if node not in self.gone:
             self.suspects.append(node)
         return self._again(f"{what}, spare {spare} takes its place", slots=slots, newcomers=self.epoch.ranks_of(node))
+
+    def _node_ailing(self, event: NodeAiling, now: float) -> list[Action]:
+        if event.node in self.ailing or event.node not in self.alive:
+            return []
+        self.ailing[event.node] = event.why
+        return [Note("ailing", {"node": event.node, "why": event.why}), *self._leave_ailing()]
+
+    def _leave_ailing(self) -> list[Action]:
+        """While training runs, a healthy spare takes the slot of a node that ails."""
+        if self.epoch is None or self.phase is not Phase.RUNNING or self.leaving:
+            return []
+        spares = sum(n not in self.ailing for n in self.waiting_spares)
+        for node in self.epoch.slots:
+            rule = classify(Fault(Sign.DEVICE_AILING, spares=spares, copies=self.replicas > 0))
+            if node in self.ailing and rule.decision is Decision.REPLACE_NODE:
+                return self._replace_node(node, f"node {node} ails ({self.ailing[node]}) and is left {rule.reason}")
+        return []
 
     # -- what people ask for -----------------------------------------------------------------------
 
@@ -441,6 +462,7 @@ class Coordinator:
         # Ranks that are new have not heard it.
         leave: list[Action] = [Leave(self.leaving)] if self.leaving else []
         actions: list[Action] = [Note("running", {"epoch": event.epoch, "generation": event.generation}), *leave]
+        actions += self._leave_ailing()
         wish, self.wish = self.wish, None
         return actions + (self._switch_asked(SwitchAsked(wish), now) if wish else [])
 
@@ -689,6 +711,7 @@ class Coordinator:
             "node_faults": self.node_faults,
             "suspects": self.suspects,
             "drained": self.drained,
+            "ailing": self.ailing,
             "replicas": self.replicas,
             "saves": self.saves,
             "leaving": self.leaving,
@@ -717,6 +740,7 @@ class Coordinator:
             node_faults={n: list(g) for n, g in data["node_faults"].items()},
             suspects=list(data["suspects"]),
             drained=list(data["drained"]),
+            ailing=dict(data["ailing"]),
             replicas=data["replicas"],
             saves=data["saves"],
             leaving=data["leaving"],

@@ -114,6 +114,14 @@ class RankFatal:
 
 
 @dataclass(frozen=True)
+class NodeAiling:
+    """A device of a node reports an error that will not mend by itself."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
 class SwapAsked:
     """Somebody wants a node out of the job; ``drain``: for good. ``ticket`` comes back in the answer."""
 
@@ -190,6 +198,7 @@ Event = (
     | RankBroken
     | RankFinished
     | RankFatal
+    | NodeAiling
     | SwapAsked
     | EndAsked
     | SwitchAsked

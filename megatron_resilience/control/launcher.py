@@ -16,6 +16,7 @@ from megatron_resilience.control.jobdir import JobDir, read_secret
 from megatron_resilience.control.options import SECRET_VARIABLE, LaunchOptions, split_endpoint
 from megatron_resilience.control.zygote import preload
 from megatron_resilience.errors import ConfigurationError, ResilienceError
+from megatron_resilience.transport.environment import problems
 
 _GRACE_S = 10.0
 
@@ -29,6 +30,9 @@ def launch(options: LaunchOptions) -> int:
     if options.nproc_per_node > 1:
         # As torchrun does; it must stand before torch is loaded, and ranks are forked from here.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    unsafe = problems(os.environ) if "--deadpool" in options.script_args else []
+    if unsafe:
+        raise ConfigurationError("--deadpool cannot protect this run:\n  - " + "\n  - ".join(unsafe))
     if options.job_dir is not None:
         JobDir(options.job_dir).prepare()
     secret = job_secret(options)

@@ -80,6 +80,9 @@ class Leader:
         elif kind == "exited":
             status, generation, hung = message["status"], message["generation"], message["hung"]
             self.event(c.RankExited(node, rank, message["epoch"], status, generation, hung))
+        elif kind == "ailing":
+            say(f"node {node}: {message['why']}")
+            self.event(c.NodeAiling(node, message["why"]))
         elif kind == "unkillable":
             self.event(c.RankUnkillable(node, rank))
         elif kind == "stalled":

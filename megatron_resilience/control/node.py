@@ -18,6 +18,7 @@ from megatron_resilience.hotswap.endpoints import couriers
 from megatron_resilience.state.memory import SharedMemory, available_bytes
 from megatron_resilience.state.segment import sealed_generations
 from megatron_resilience.topology.epoch import Epoch
+from megatron_resilience.transport.environment import ENVIRONMENT
 
 NEWCOMER, NODE, ADDRESS = (f"MEGATRON_RESILIENCE_{name}" for name in ("NEWCOMER", "NODE", "ADDRESS"))
 """Environment variables that tell a rank what it is."""
@@ -292,7 +293,7 @@ class Node:
 
     def _environment(self, rank: int, epoch: Epoch, newcomer: bool) -> dict[str, str]:
         per_node = epoch.nproc_per_node
-        result = dict(os.environ)
+        result = ENVIRONMENT | dict(os.environ)
         result |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(epoch.world_size),

@@ -65,10 +65,10 @@ class LaunchOptions:
         return self.slots * self.nproc_per_node
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``launch`` to a parser."""
+def add_arguments(parser: argparse.ArgumentParser, launching: bool = True) -> None:
+    """Adds the options of ``launch`` to a parser; without ``launching`` settings may stand for all of them."""
     add = parser.add_argument
-    add("--nnodes", type=int, required=True, help="agents of the job, spares included")
+    add("--nnodes", type=int, required=launching, help="agents of the job, spares included")
     add("--spares", type=int, default=0, help="how many of them wait as spares")
     add("--nproc-per-node", "--nproc_per_node", type=int, default=1, help="ranks per node")
     add("--node-rank", "--node_rank", type=int, help="of this agent; default: $SLURM_NODEID")
@@ -118,7 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"folder of this job alone, which all nodes see (or ${JOB_VARIABLE}): brings the secret and the event log, and is "
         "what status, events, drain and swap are given",
     )
-    add("script", help="the training script")
+    script = (
+        "the training script"
+        if launching
+        else "the training script, or settings: a YAML file, or a name in configs/jobs"
+    )
+    add("script", help=script)
     add("script_args", nargs=argparse.REMAINDER, help="its arguments")
 
 

@@ -53,12 +53,16 @@ def status(machine: Coordinator, leader: str, seen: Mapping[str, Mapping[str, An
         "generation": generation if generation >= 0 else None,
         "protected": protected,
         "lag": generation - protected if protected is not None and generation >= 0 else None,
-        "slots": [_slot(index, node, seen.get(node)) for index, node in enumerate(slots)],
+        "slots": [
+            _slot(index, node, seen.get(node)) | {"ailing": machine.ailing.get(node, "")}
+            for index, node in enumerate(slots)
+        ],
         "spares": [
             {
                 "node": node,
                 "waiting": seen.get(node, {}).get("waiting"),
                 "suspect": node in machine.suspects,
+                "ailing": machine.ailing.get(node, ""),
             }
             for node in machine.waiting_spares
         ],
@@ -95,9 +99,9 @@ def text(now: Mapping[str, Any]) -> str:
         at = sorted({rank["generation"] for rank in slot["ranks"] if rank["generation"] is not None})
         where = "-".join(map(str, dict.fromkeys((at[0], at[-1])))) if at else "not training"
         span = f"{min(numbers)}-{max(numbers)}" if numbers else "none"
-        lines.append(
-            f"{slot['slot']:>4}  {slot['node']:<24}  {span:<8}  {where if slot['answered'] else 'no answer yet'}"
-        )
+        ails = f"  AILING: {slot['ailing']}" if slot["ailing"] else ""
+        here = where if slot["answered"] else "no answer yet"
+        lines.append(f"{slot['slot']:>4}  {slot['node']:<24}  {span:<8}  {here}{ails}")
     lines.append("")
     spares = [_spare(spare) for spare in now["spares"]]
     lines.append(f"spares: {', '.join(spares) if spares else 'none, the next loss of a node ends the job'}")
@@ -134,4 +138,5 @@ def _protection(now: Mapping[str, Any]) -> str:
 def _spare(spare: Mapping[str, Any]) -> str:
     waiting = spare["waiting"]
     ready = "no answer yet" if waiting is None else f"{waiting} ranks prepared"
-    return f"{spare['node']} ({ready}{', left for its faults' if spare['suspect'] else ''})"
+    why = f", ailing: {spare['ailing']}" if spare["ailing"] else ", left for its faults" if spare["suspect"] else ""
+    return f"{spare['node']} ({ready}{why})"

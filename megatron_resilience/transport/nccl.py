@@ -1,4 +1,7 @@
-"""NCCL: the fabric of device tensors on GPUs. Written from torch's sources; see the README for what has run."""
+"""NCCL: the fabric of device tensors on GPUs. Written from torch's sources; see the README for what has run.
+
+Its environment variables are in :mod:`environment`.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_resilience.transport.base import Fabric, GroupKey
-
-ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "NCCL_NVLS_ENABLE": "0",
-}
-"""What must hold for survivors to outlive an abort: torch's watchdog would otherwise end the process."""
-
-FORBIDDEN = ("TORCH_NCCL_BLOCKING_WAIT",)
-"""Must not be set: a blocked wait cannot be left when the communicator is aborted."""
 
 
 class NcclFabric(Fabric):

@@ -170,6 +170,7 @@ EVENTS = st.one_of(
     st.builds(c.RankFinished, st.integers(0, 3), st.integers(1, 4)),
     st.builds(c.SwapAsked, st.sampled_from("abcd"), st.booleans()),
     st.builds(c.EndAsked, st.just("why")),
+    st.builds(c.NodeAiling, st.sampled_from("abcd"), st.just("why")),
     st.builds(c.Tick),
 )
 

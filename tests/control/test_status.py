@@ -21,7 +21,7 @@ def test_what_one_rank_knows_to_be_complete_everywhere_is():
     now = status(running(), "a", SEEN)
     assert (now["phase"], now["generation"], now["protected"], now["lag"]) == ("running", 9, 9, 0)
     assert [slot["node"] for slot in now["slots"]] == ["a", "b"]
-    assert now["spares"] == [{"node": "c", "waiting": 4, "suspect": False}]
+    assert now["spares"] == [{"node": "c", "waiting": 4, "suspect": False, "ailing": ""}]
     json.dumps(now)
 
 
@@ -51,6 +51,13 @@ def test_people_read_it_at_every_stage():
     heir = c.Coordinator.from_json(machine.settings, machine.to_json())
     said = text(status(heir, "c", {}))
     assert "drained: a" in said and "epoch 2: x; from generation 5" in said
+
+
+def test_a_node_that_ails_is_shown():
+    machine = running()
+    act(machine, c.NodeAiling("c", "device 0: lost"), c.NodeAiling("a", "device 3: XID 79"))
+    said = text(status(machine, "a", SEEN))
+    assert "AILING: device 3: XID 79" in said and "c (4 ranks prepared, ailing: device 0: lost)" in said
 
 
 def test_nodes_go_by_their_host_too():

@@ -1,10 +1,12 @@
 """One launcher per node, as under srun: they meet at the endpoint, and one that comes late joins as a spare."""
 
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megatron_resilience.control.jobdir import JobDir
 from megatron_resilience.observe.events import read_events
 from megatron_resilience.observe.trace import differences
 from tests.e2e.test_hot_swap import longer
@@ -42,6 +44,41 @@ def test_late_agents_join_as_spares(template, tmp_path, oracle):
         wait_for("recovered", 2)
         assert first.wait(90) == 0, first.output[-4000:]
         assert back.wait(30) == 0, back.output[-4000:]
+        assert differences(tmp_path / "trace", oracle(configuration)) == []
+    finally:
+        for child in children:
+            end(child)
+
+
+def test_a_newcomer_finds_the_job_though_the_first_node_is_dead(template, tmp_path, oracle):
+    """The endpoint that it was given answers no more; the job's folder says who leads."""
+    configuration = longer("tp2_dp2_fp32", 60)
+    port, folder, children = free_port(), JobDir(tmp_path / "job"), []
+
+    def start(rank: int):
+        argv = ["launch", "--nnodes", "3", "--spares", "1", "--nproc-per-node", "2", "--node-rank", str(rank)]
+        argv += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--job-dir", str(folder.path), TRAIN_GPT, *configuration.argv]
+        argv += ["--trace-dir", str(tmp_path / "trace"), "--deadpool"]
+        children.append(template.fork(LAUNCHER, argv, env=plain_environment()))
+        return children[-1]
+
+    def wait_for(kind: str, count: int, alive) -> None:
+        path = folder.path / "events"
+        while sum(event["kind"] == kind for event in (read_events(path) if path.exists() else [])) < count:
+            assert alive.poll() is None, alive.output[-4000:]
+            time.sleep(0.02)
+
+    try:
+        first, second, third = (start(rank) for rank in range(3))
+        wait_for("training", 1, first)
+        kill_node(psutil.Process(first.pid))
+        wait_for("recovered", 1, second)
+        newcomer = start(3)
+        wait_for("node_joined", 4, second)
+        kill_node(psutil.Process(third.pid))
+        wait_for("recovered", 2, second)
+        assert second.wait(90) == 0, second.output[-4000:]
+        assert newcomer.wait(30) == 0, newcomer.output[-4000:]
         assert differences(tmp_path / "trace", oracle(configuration)) == []
     finally:
         for child in children:

@@ -77,6 +77,13 @@ def _absent() -> list[str]:
     return [name for name in (*DAEMONS, "sbatch", "srun", "scontrol") if shutil.which(name, path=path) is None]
 
 
+def _depth(process: psutil.Process) -> int:
+    try:
+        return len(process.parents())
+    except psutil.NoSuchProcess:
+        return 0
+
+
 class Cluster:
     """See the module. Use as a context manager.
 
@@ -86,10 +93,9 @@ class Cluster:
 
     def __init__(self, nodes: int) -> None:
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
-        self._temporary = tempfile.TemporaryDirectory(prefix="slurm-")
-        self.folder = Path(self._temporary.name)
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self._guard = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("slurm_guard.py"))],
+            [sys.executable, str(Path(__file__).with_name("slurm_guard.py")), str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -112,7 +118,6 @@ class Cluster:
         self._guard.stdin.close()
         self._guard.wait(60)
         self._guard.stdout.close()
-        self._temporary.cleanup()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -157,9 +162,20 @@ class Cluster:
         return found
 
     def kill_node(self, node: str) -> None:
-        """The node is without power: nothing on it runs any more."""
+        """The node is without power: nothing on it runs any more.
+
+        All stop before one dies, and children die before their parents: srun has a child that outlives it for a moment and
+        then ends its job step, and a stopped srun that loses its parent is told to hang up, and ends it too. Nothing does so
+        on a node without power.
+        """
+        stopped: set[int] = set()
+        while fresh := [p for p in self.processes(node) if p.pid not in stopped]:
+            for victim in fresh:
+                stopped.add(victim.pid)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    victim.suspend()
         while victims := self.processes(node):
-            for victim in victims:
+            for victim in sorted(victims, key=_depth, reverse=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     victim.kill()
             psutil.wait_procs(victims, timeout=5)
