@@ -11,6 +11,8 @@ Importing this package changes nothing. The rooms:
 ``deadpool``         snapshot, replication, placement, recovery
 ``topology``         epochs and the stable handles of process groups
 ``control``          agents, coordinator, zygote, command line
+``preflight``        what a job's protection takes, and whether it will hold, before it starts
+``patch``            the import line in a Megatron-LM checkout
 ``accelerator``      CUDA, and a CPU stand-in that trains real Megatron on gloo
 ``megatron_adapter`` the only importer of Megatron
 ``observe``          events, summaries, traces

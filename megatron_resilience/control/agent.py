@@ -403,7 +403,7 @@ class Agent:
         elif kind == "save_stacks":
             self._spawn(self._overseer.save_stacks(message["why"]))
         elif kind == "stop":
-            self._finish(message["status"], message["message"])
+            self._end_of_job(message["status"], message["message"])
 
     def _enter(self, epoch: Epoch) -> None:
         if self._epoch is not None and epoch.number <= self._epoch.number:
@@ -562,15 +562,19 @@ class Agent:
                 peer.send({"kind": "stop", "status": status, "message": message})
         elif self._to_leader is not None:
             self._to_leader.send({"kind": "end", "message": f"node {self._id}: {message}"})
+        self._end_of_job(status, message)
+
+    def _end_of_job(self, status: int, message: str) -> None:
+        """The job ends, not only this node's part in it: whoever leads leaves word of it."""
+        if self._leader is not None and self._jobdir is not None and not self._finishing:
+            with self._jobdir.best_effort():
+                self._jobdir.end(status, message)
         self._finish(status, message)
 
     def _finish(self, status: int, message: str) -> None:
         if self._ended is None or self._finishing:
             return
         self._finishing = True
-        if self._leader is not None and self._jobdir is not None:
-            with self._jobdir.best_effort():
-                self._jobdir.end(status, message)
         if message and (self._leader is not None or self._to_leader is None):
             say(message)
         self._spawn(self._flush_and_end(status))

@@ -94,7 +94,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
     parser.add_argument("--agent", metavar="HOST:PORT", help="where any agent of the job listens, instead of --job-dir")
     parser.add_argument(
-        "--secret-file", type=Path, metavar="FILE", help=f"with --agent: the job's (or ${SECRET_VARIABLE})"
+        "--secret-file", type=Path, metavar="FILE", help=f"the job's, if it is not in --job-dir (or ${SECRET_VARIABLE})"
     )
 
 
@@ -115,13 +115,15 @@ def _job_dir(args: argparse.Namespace) -> JobDir:
 
 
 def _client(args: argparse.Namespace) -> Client:
+    # In the same order as launch.
+    secret = None
+    if args.secret_file is not None:
+        secret = read_secret(args.secret_file, f"--secret-file {args.secret_file}")
+    elif os.environ.get(SECRET_VARIABLE):
+        secret = os.environ[SECRET_VARIABLE].encode()
     if args.agent:
         address: Address = split_endpoint(args.agent, "--agent")
-        if args.secret_file is not None:
-            secret = read_secret(args.secret_file, f"--secret-file {args.secret_file}")
-        elif os.environ.get(SECRET_VARIABLE):
-            secret = os.environ[SECRET_VARIABLE].encode()
-        else:
+        if secret is None:
             raise ConfigurationError(
                 f"--agent {args.agent}: the job's secret is needed, --secret-file FILE or ${SECRET_VARIABLE}"
             )
@@ -130,7 +132,7 @@ def _client(args: argparse.Namespace) -> Client:
     ended = folder.outcome()
     if ended is not None:
         raise ControlError(f"the job has ended with status {ended[0]}{': ' if ended[1] else ''}{ended[1]}")
-    return Client(folder.read_agents, folder.secret(create=False))
+    return Client(folder.read_agents, secret or folder.secret(create=False))
 
 
 def _status(args: argparse.Namespace) -> int:

@@ -19,7 +19,8 @@ from megatron_resilience.control.leader import Leader
 from megatron_resilience.control.peers import Peer
 from megatron_resilience.control.status import find_node, status
 from megatron_resilience.control.switching import Wish
-from megatron_resilience.errors import ConfigurationError
+from megatron_resilience.errors import ConfigurationError, ControlError
+from megatron_resilience.observe.console import say
 
 CHECK_S = 30.0
 """How long rank 0 has to say whether a layout is possible."""
@@ -52,11 +53,15 @@ class Desk:
 
     async def serve(self, peer: Peer, question: dict[str, Any] | None) -> None:
         """Answers the first question and those that follow on the same connection."""
-        while question is not None:
-            peer.send(await self._answer(question))
-            await peer.flush()
-            question = await peer.receive()
-        peer.close()
+        try:
+            while question is not None:
+                peer.send(await self._answer(question))
+                await peer.flush()
+                question = await peer.receive()
+        except ControlError as error:
+            say(f"a question was cut off: {error}")
+        finally:
+            peer.close()
 
     def answered(self, answer: e.Answer) -> None:
         """Takes the coordinator's answer to something asked here."""

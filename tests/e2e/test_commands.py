@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_resilience.control.cli import main
+from megatron_resilience.control.jobdir import JobDir
 from megatron_resilience.observe.events import read_events
 from megatron_resilience.observe.trace import differences
 from tests.e2e.test_hot_swap import longer
@@ -97,16 +98,21 @@ def test_nodes_are_swapped_and_drained_by_command(template: Template, tmp_path: 
 
 
 def test_status_answers_while_a_node_is_being_replaced(template: Template, tmp_path: Path, oracle) -> None:
-    """Asked all the time, it always answers, and says nothing that the events do not say."""
+    """Asked all the time, it always answers, and says nothing that the events do not say.
+
+    The node that leads loses its zygote and leaves the job, which goes on: that is not the job's outcome.
+    """
     configuration = longer("tp2_dp2_fp32", 60)
     people = People(tmp_path / "job")
     seen: list[dict[str, Any]] = []
     with job(template, tmp_path, configuration, launch=("--job-dir", str(people.folder))) as running:
         running.wait_for_step(4)
-        kill_node(running.agents()[0])
+        running.agents()[0].children()[0].kill()
         while running.child.poll() is None and (not seen or seen[-1]["recovery"] is None):
             seen.append(people.status())
+            assert JobDir(people.folder).outcome() is None
         running.finish()
+    assert JobDir(people.folder).outcome() == (0, "")
     assert differences(running.trace, oracle(configuration)) == []
     epochs = {event["epoch"]: event["cause"] for event in people.of_kind("epoch")}
     assert all(epochs[now["epoch"]] == now["cause"] for now in seen)

@@ -17,13 +17,15 @@ from megatron_resilience.observe.events import read_events
 from megatron_resilience.observe.trace import differences, read
 from tests.e2e.test_good_order import after
 from tests.e2e.test_hot_swap import longer
-from tests.e2e.test_load import STEADY, stock
+from tests.e2e.test_load import STEADY
 from tests.support.configurations import Configuration
 from tests.support.slurm import Cluster, missing
 from tests.support.template import ROOT, TRAIN_GPT, Template
 
 pytestmark = pytest.mark.e2e
 
+LONG = 600
+"""Iterations that take longer than the time limit leaves."""
 SBATCH = ROOT / "scripts" / "slurm" / "hot-swap.sbatch"
 
 
@@ -127,10 +129,11 @@ def test_again_and_again(cluster: Cluster, tmp_path: Path, oracle, victim: str) 
 @pytest.mark.full
 def test_the_time_limit_saves_requeues_and_goes_on(cluster: Cluster, template: Template, tmp_path: Path) -> None:
     """The first run is cut off by its time limit; the second ends the job."""
-    whole = longer("tp2_dp2_bf16_overlap", 800, *STEADY)
-    stock(template, whole.world_size, [*whole.argv, "--trace-dir", str(tmp_path / "whole")])
+    whole = longer("tp2_dp2_bf16_overlap", LONG, *STEADY)
+    argv = [*whole.argv, "--trace-dir", str(tmp_path / "whole")]
+    assert all(r.returncode == 0 for r in template.run_ranks(whole.world_size, argv, timeout=600))
     save = ("--save", str(tmp_path / "ckpt"), "--save-interval", "100000", "--load", str(tmp_path / "ckpt"))
-    command = longer("tp2_dp2_bf16_overlap", 800, *STEADY, *save)
+    command = longer("tp2_dp2_bf16_overlap", LONG, *STEADY, *save)
     job = submit(cluster, tmp_path / "run", command, "--time=2", "--signal=TERM@75")
     latest = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
     job.wait_for_step(5)
@@ -141,8 +144,8 @@ def test_the_time_limit_saves_requeues_and_goes_on(cluster: Cluster, template: T
     cluster.wait(lambda: job.state == "COMPLETED", "the end", 400)
     oracle = read(tmp_path / "whole")
     traced = read(tmp_path / "run" / "trace")
-    assert 5 <= saved < 800
-    assert all([line["iteration"] for line in lines] == list(range(saved + 1, 801)) for lines in traced.values())
+    assert 5 <= saved < LONG
+    assert all([line["iteration"] for line in lines] == list(range(saved + 1, LONG + 1)) for lines in traced.values())
     assert all(lines == oracle[rank][saved:] for rank, lines in traced.items())
     assert after(differences(tmp_path / "run" / "trace", tmp_path / "whole")) == []
     assert "goes back into the queue" in job.output
