@@ -90,7 +90,12 @@ def switches(draw):
 
 
 @given(switches(), st.sampled_from([64, 1000, 1 << 20]))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
 def test_every_element_arrives_whatever_the_chunks(problem, chunk):
     got, transfers = run(problem, chunk)
     for rank, memory in got.items():
