@@ -61,7 +61,7 @@ _VALUES = (
         "load_s",
     ),
     *("cold_save_s", "cold_load_s", "raw_s", "received_bytes", "least_bytes", "bytes_over_minimum", "rate_over_raw"),
-    *("prepare_hidden_fraction", "steps_slowdown", "peak_over_limit"),
+    *("least_bytes_in_best_order", "prepare_hidden_fraction", "steps_slowdown", "peak_over_limit"),
 )
 _WARM_UP, _SAVE_EVERY, _TOLERANCE_S = 3, 2, 0.05
 _HASH = 16
@@ -173,7 +173,7 @@ def _live(folder: Path, change: _model.Change) -> dict[str, Any]:
     (asked,) = job.notes("asked", 0)
     (told,) = job.notes("transfer", 0)
     result = _pause(job, event) | _preparation(job, asked["time"], event) | _memory(job)
-    least, received = least_bytes(told), event["bytes"]["received"]
+    (least, best), received = least_bytes(told), event["bytes"]["received"]
     transfers = [job.notes("transfer", rank)[0] for rank in range(_model.WORLD_SIZE)]
     return result | {
         "before": change.before,
@@ -182,6 +182,7 @@ def _live(folder: Path, change: _model.Change) -> dict[str, Any]:
         "received_bytes": received,
         "kept_bytes": event["bytes"]["kept"],
         "least_bytes": least,
+        "least_bytes_in_best_order": best,
         "bytes_over_minimum": received / least if least else float(received == 0),
         "receives": [transfer["receives"] for transfer in transfers],
     }
@@ -341,6 +342,8 @@ def _table(report: dict[str, Any]) -> str:
             row("preparation, processor time", values["prepare_cpu_s"], "s"),
             row("iteration", values["iteration_s"], "s"),
             row("received from other nodes", values["received_bytes"], "MiB", mib),
+            row("  least, nodes in this order", values["least_bytes"], "MiB", mib),
+            row("  least, nodes in the best order", values["least_bytes_in_best_order"], "MiB", mib),
             row("the same, raw", values["raw_s"], "s"),
             *(row(f"memory, {part}", value, "MiB", mib) for part, value in values["memory"].items()),
         ]
