@@ -33,14 +33,15 @@ _REAP_MS = 500
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def contained(work: Callable[[Path], int]) -> int:
+def contained(work: Callable[[Path], int], parent: Path | None = None) -> int:
     """Runs ``work(folder)`` in a process of its own and returns its exit status, or 128 + the signal that ended it.
 
     Args:
         work: gets a new temporary folder, which is also ``$TMPDIR`` of everything it starts.
+        parent: where to make that; default: where temporary files go.
     """
     _become_subreaper()
-    folder = Path(tempfile.mkdtemp(prefix="megatron-resilience-bench-"))
+    folder = Path(tempfile.mkdtemp(prefix="megatron-resilience-bench-", dir=parent))
     watched, held = os.pipe()
     keeper = os.fork()
     if keeper == 0:

@@ -38,9 +38,10 @@ class Job:
     Args:
         folder: of its own; holds ``steps{rank}.jsonl``, ``log`` and, if protected, ``events.jsonl``.
         command: that starts it.
+        relayout: whether its ranks note what :mod:`_relayout` does.
     """
 
-    def __init__(self, folder: Path, command: Sequence[str]) -> None:
+    def __init__(self, folder: Path, command: Sequence[str], relayout: bool = False) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {
@@ -50,34 +51,49 @@ class Job:
             _probe.FOLDER: str(folder),
             _probe.SCRIPT: str(TRAIN_GPT),
         }
+        if relayout:
+            environment[_probe.RELAYOUT] = "1"
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, cwd=folder, preexec_fn=die_with_parent
             )
 
     @classmethod
-    def stock(cls, folder: Path, argv: Sequence[str]) -> Job:
+    def stock(cls, folder: Path, argv: Sequence[str], relayout: bool = False) -> Job:
         """Under plain torchrun, without ``--deadpool``."""
         _check_script()
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        return cls(folder, [*torchrun, "--nproc-per-node", str(_model.WORLD_SIZE), str(_PROGRAM), *argv])
+        return cls(folder, [*torchrun, "--nproc-per-node", str(_model.WORLD_SIZE), str(_PROGRAM), *argv], relayout)
 
     @classmethod
     def protected(cls, folder: Path, argv: Sequence[str]) -> Job:
         """2 nodes x 2 ranks and a spare, all agents on this machine."""
+        return cls._launched(folder, argv, _model.SPARES)
+
+    @classmethod
+    def changing(cls, folder: Path, argv: Sequence[str]) -> Job:
+        """2 nodes x 2 ranks, which change their layout when they are asked to (:mod:`_relayout`)."""
+        return cls._launched(folder, [*argv, "--hotswap-parallelism"], spares=0, relayout=True)
+
+    @classmethod
+    def _launched(cls, folder: Path, argv: Sequence[str], spares: int, relayout: bool = False) -> Job:
         _check_script()
         launch = [sys.executable, "-m", "megatron_resilience.control.cli", "launch", "--local-nodes"]
-        launch += ["--nnodes", str(_model.NODES + _model.SPARES), "--spares", str(_model.SPARES)]
+        launch += ["--nnodes", str(_model.NODES + spares), "--spares", str(spares)]
         launch += ["--nproc-per-node", str(_model.RANKS_PER_NODE), "--events", str(folder / "events.jsonl")]
         # Agents are stopped for long while it is the other job's turn.
         launch += ["--heartbeat-timeout", "3600"]
-        return cls(folder, [*launch, str(_PROGRAM), *argv, "--deadpool"])
+        return cls(folder, [*launch, str(_PROGRAM), *argv, "--deadpool"], relayout)
 
     # -- what it has done --------------------------------------------------------------------------
 
     def steps(self, rank: int) -> list[dict[str, Any]]:
         """The steps that a rank has completed, in order; see :mod:`_probe`."""
-        path = self.folder / f"steps{rank}.jsonl"
+        return self.notes("steps", rank)
+
+    def notes(self, name: str, rank: int) -> list[dict[str, Any]]:
+        """The lines of one of a rank's files."""
+        path = self.folder / f"{name}{rank}.jsonl"
         if not path.exists():
             return []
         *lines, _ = path.read_text().split("\n")

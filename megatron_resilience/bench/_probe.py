@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FOLDER, SCRIPT = (f"MEGATRON_RESILIENCE_BENCH_{name}" for name in ("FOLDER", "SCRIPT"))
-"""Environment variables: where lines go; the training script."""
+FOLDER, SCRIPT, RELAYOUT = (f"MEGATRON_RESILIENCE_BENCH_{name}" for name in ("FOLDER", "SCRIPT", "RELAYOUT"))
+"""Environment variables: where lines go; the training script; set: what :mod:`_relayout` notes is wanted."""
 GATE = "gate"
 """File in the folder with the last iteration that may begin; none: all may."""
 ARRIVED = "arrived"
@@ -28,11 +28,12 @@ def install() -> None:
     """Wraps ``train_step`` of this process; after everything else that wraps it."""
     from megatron.training import get_args, training
 
-    from megatron_resilience.bench import _gauge
+    from megatron_resilience.bench import _gauge, _relayout
 
     folder, rank = Path(os.environ[FOLDER]), int(os.environ["RANK"])
     gate = Gate(folder, rank)
     gauge = _gauge.install()
+    enter = _relayout.install(folder, rank) if RELAYOUT in os.environ else None
     file = (folder / f"steps{rank}.jsonl").open("a", buffering=1)
     step = training.train_step
 
@@ -40,6 +41,9 @@ def install() -> None:
     def probed(*args: Any, **kwargs: Any) -> Any:
         iteration = get_args().curr_iteration + 1
         gate.wait(iteration)
+        if enter is not None:
+            # Model, optimizer, scheduler: their places in Megatron's signature.
+            enter(*args[2:5])
         before = gauge()
         start = time.time()
         result = step(*args, **kwargs)

@@ -63,12 +63,17 @@ def machine() -> dict[str, Any]:
 
 
 def parse(
-    name: str, doc: str | None, counts: Mapping[str, tuple[int, str]], arguments: list[str]
+    name: str,
+    doc: str | None,
+    counts: Mapping[str, tuple[int, str]],
+    arguments: list[str],
+    kinds: Sequence[str] = (),
 ) -> argparse.Namespace:
     """The command line of a bench that trains: ``--json``, ``--model``, and counts of something, each at least 1.
 
     Args:
         counts: default and help text by option name.
+        kinds: of models, where there are several: ``--kinds`` chooses some.
 
     Raises:
         ConfigurationError: ``--json`` names a file that cannot be written.
@@ -82,6 +87,9 @@ def parse(
     for option, (default, text) in counts.items():
         parser.add_argument(f"--{option}", type=int, default=default, help=f"{text} (default: {default})")
     parser.add_argument("--model", choices=_model.MODELS, default="standard", help="goals are for the standard one")
+    if kinds:
+        text = f"some of {', '.join(kinds)} (default: all)"
+        parser.add_argument("--kinds", nargs="+", choices=kinds, default=list(kinds), metavar="KIND", help=text)
     options = parser.parse_args(arguments)
     for option in counts:
         if getattr(options, option) < 1:

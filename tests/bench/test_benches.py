@@ -1,4 +1,4 @@
-"""Both benches on a tiny model: every value is there and says what it must; no figure is judged."""
+"""The benches that train, on a tiny model: every value is there and says what it must; no figure is judged."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import tempfile
 
 import pytest
 
+from megatron_resilience.bench.reshard import PAUSE
 from megatron_resilience.observe.report import PHASES
 from tests.support.template import ROOT
 
@@ -23,7 +24,7 @@ def bench(tmp_path, *arguments):
     command = [sys.executable, "-m", "megatron_resilience.bench", *arguments, "--model", "tiny"]
     command += ["--json", str(tmp_path / "report.json")]
     environment = os.environ | {"TMPDIR": temporary, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert os.listdir(temporary) == []
     os.rmdir(temporary)
@@ -65,3 +66,29 @@ def test_overhead(tmp_path):
     assert not any(step.keys() & {"copy_bytes"} and step["copy_bytes"] for p in report["blocks"] for step in p["plain"])
     # Two generations of a node's ranks, and of those whose copies it keeps.
     assert report["memory"]["copies_per_node"]["min"] >= 2 * sent["median"]
+
+
+def test_reshard(tmp_path):
+    report = bench(tmp_path, "reshard", "--trials", "1")
+    assert set(report["kinds"]) == {"dense", "moe"}
+    for values in report["kinds"].values():
+        assert tuple(values["phases_s"]) == PAUSE
+        parts = sum(value["median"] for value in values["phases_s"].values())
+        assert parts == pytest.approx(values["pause_s"]["median"], abs=0.05)
+        # It changed when the new world was ready, and the second save is not the first.
+        assert values["wait_s"]["median"] < 0.1
+        assert 0 < values["save_s"]["median"] < values["restart_s"]["median"]
+        assert values["load_s"]["median"] > 0
+        (trial,) = values["trials"]
+        # Two masters' worth of moments at least, and not everything: each node has some of it.
+        assert 0 < trial["least_bytes"] <= trial["received_bytes"] < 2 * trial["state_bytes"]
+        assert values["memory"]["old model"]["median"] > 0 and values["memory"]["new optimizer"]["median"] > 0
+    for kind in report["kinds"]:
+        for name in ("ratio_to_restart", "ratio_to_save_load"):
+            assert_spread(report[f"{kind}_{name}"])
+            # A restart imports and sets up; a change of layout has done so before.
+            assert report[f"{kind}_{name}"]["median"] > 1
+    for name in ("bytes_over_minimum", "rate_over_raw", "prepare_hidden_fraction", "peak_over_limit"):
+        assert_spread(report[name])
+    assert report["bytes_over_minimum"]["min"] >= 1
+    assert report["prepare_hidden_fraction"]["max"] <= 1
