@@ -22,7 +22,7 @@ LIMIT_S = 2.0
     [
         ("freeze", "forward", "tp2_dp2_fp32", 3),
         ("loop", "backward", "tp2_dp2_bf16_overlap", 0),
-        ("sleep", "optimizer", "pp2_dp2_tied", 2),
+        pytest.param("sleep", "optimizer", "pp2_dp2_tied", 2, marks=pytest.mark.full),
         ("loop", "forward", "pp2_vpp2_dp2_bf16", 1),
     ],
 )

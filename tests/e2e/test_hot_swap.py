@@ -65,7 +65,7 @@ def memory_of(pid: int) -> list[str]:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("name", ["tp2_dp2_fp32", "tp2_dp2_bf16_overlap"])
+@pytest.mark.parametrize("name", [pytest.param("tp2_dp2_fp32", marks=pytest.mark.full), "tp2_dp2_bf16_overlap"])
 def test_any_moment(template: Template, tmp_path: Path, oracle: Oracle, name: str, moment: str) -> None:
     configuration = longer(name)
     chance = random.Random(f"{name}/{moment}")
@@ -140,7 +140,7 @@ def test_the_promoted_spare_dies_during_the_recovery(template: Template, tmp_pat
         assert len(causes) == 3, "a rebuild that was given up must not disturb the next one"
 
 
-@pytest.mark.parametrize("victims", [(0, 1), (0, 3), (1, 2)])
+@pytest.mark.parametrize("victims", [(0, 1), (0, 3), pytest.param((1, 2), marks=pytest.mark.full)])
 def test_two_nodes_die_at_once(template: Template, tmp_path: Path, oracle: Oracle, victims: tuple[int, int]) -> None:
     """Two copies elsewhere outlive two nodes, whoever leads."""
     configuration = longer("tp2_dp2_fp32", 14)

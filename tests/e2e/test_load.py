@@ -21,7 +21,9 @@ STEADY = ("--ckpt-format", "torch_dist", "--lr-decay-iters", "100", "--override-
 FORMATS = [("tp2_dp2_bf16_overlap", False), ("tp2_dp2_fp32", True), ("no_distributed_optimizer", False)]
 
 
-@pytest.mark.parametrize(("name", "reshardable"), FORMATS)
+@pytest.mark.parametrize(
+    ("name", "reshardable"), [FORMATS[0], *(pytest.param(*known, marks=pytest.mark.full) for known in FORMATS[1:])]
+)
 def test_a_node_dies_after_a_load(template: Template, tmp_path: Path, name: str, reshardable: bool) -> None:
     """Moments and step counts come from the checkpoint, and the newcomer, which has loaded none, gets them with the state."""
     more = ("--dist-ckpt-optim-fully-reshardable",) if reshardable else ()
@@ -38,9 +40,8 @@ def test_a_node_dies_after_a_load(template: Template, tmp_path: Path, name: str,
         assert_swapped(running, tmp_path / "oracle")
 
 
-@pytest.mark.parametrize(
-    ("name", "reshardable"), [FORMATS[0], *(pytest.param(*known, marks=pytest.mark.full) for known in FORMATS[1:])]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "reshardable"), FORMATS)
 def test_stock_megatron_continues_bit_for_bit(template: Template, tmp_path: Path, name: str, reshardable: bool) -> None:
     """The oracle itself: with its defects corrected, saving and loading is as if training had gone on."""
     checkpoint = (*STEADY, *(("--dist-ckpt-optim-fully-reshardable",) if reshardable else ()))

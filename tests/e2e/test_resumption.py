@@ -32,7 +32,21 @@ def leave(template: Template, folder: Path, configuration, moment: str, extra=("
     return left
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+# The others are left and entered again with --full.
+CROSS_SECTION = (
+    "tp2_dp2_fp32",
+    "pp2_vpp2_dp2_bf16",
+    "moe_tp2_ep2_sp",
+    "tp2_dp2_dropout",
+    "llama_tp2_sp_recompute",
+    "fp16",
+    "batch_rampup",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in CROSS_SECTION else pytest.param(name, marks=pytest.mark.full) for name in CONFIGURATIONS]
+)
 def test_every_configuration(template: Template, tmp_path: Path, oracle: Oracle, name: str) -> None:
     configuration = longer(name, ITERATIONS)
     left = leave(template, tmp_path, configuration, "logging")
