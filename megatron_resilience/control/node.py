@@ -107,9 +107,14 @@ class Node:
         promoted, and what is missing starts alone. What holds no slot any more is ended.
         """
         mine = epoch.ranks_of(self.node)
+        if self.next_epoch is not None and self.next_epoch.world == epoch.world:
+            # The switch was made; word of it got lost with a leader.
+            self.take_next(self.next_epoch)
         self.end_next()
         if epoch.fresh:
             self.end_all()
+        for rank in [r for r, process in self.ranks.items() if process.world != epoch.world]:
+            self.ranks.pop(rank).kill()
         self.world = epoch.world
         for rank in list(self.ranks):
             if rank not in mine:

@@ -49,6 +49,8 @@ from megatron_resilience.transport.store import StoreClient
 
 MEETING_TIMEOUT_S = 60.0
 """For ranks that are already on their way to meet each other; deaths among them end it much earlier."""
+PREPARING_TIMEOUT_S = 1800.0
+"""For ranks of a next world, which start up in the background, some of them on nodes that have yet to import everything."""
 REPLICA_TIMEOUT_S = 24 * 3600.0
 """A partner may legitimately be busy for long (evaluation, a checkpoint): only an abort ends the wait."""
 STUCK_EXIT = 78
@@ -123,6 +125,7 @@ class Session:
         self._timeout_s = timeout_s
         self._live = live
         self._moved: int | None = None
+        self._world = 0
         self._saves = saves
         self._switch = GroupSwitch()
         self._lock = threading.Lock()
@@ -242,6 +245,9 @@ class Session:
     # -- joining -----------------------------------------------------------------------------------
 
     def _join(self, epoch: Epoch) -> int:
+        if self._world not in (0, epoch.world):
+            raise StateError(f"this rank is of world {self._world}, and was told of an epoch of world {epoch.world}")
+        self._world = epoch.world
         self._times, self._moved = {}, None
         self._mark("told")
         self._end_protection()
@@ -303,7 +309,8 @@ class Session:
         """Store and groups of the epoch, and an exchange of the transports beneath the handles."""
         rank = self._state.rank
         self._release()
-        store = StoreClient(*epoch.store, epoch.token, MEETING_TIMEOUT_S, lambda: self._check(epoch.number))
+        patience = MEETING_TIMEOUT_S if epoch.before is None else PREPARING_TIMEOUT_S
+        store = StoreClient(*epoch.store, epoch.token, patience, lambda: self._check(epoch.number))
         self._register(epoch, store)
         self._store = store
         gloo = GlooFabric(store.store, rank, self._place.address, self._timeout_s)
@@ -324,7 +331,7 @@ class Session:
             fabric.built()
         # Installed only when all ranks have all their groups: a member that starts early could
         # otherwise take down a peer that is still connecting.
-        store.barrier("met", epoch.world_size, MEETING_TIMEOUT_S)
+        store.barrier("met", epoch.world_size, patience)
         self._check(epoch.number)
         self._switch.install(built)
 

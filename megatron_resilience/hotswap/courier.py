@@ -19,7 +19,7 @@ from megatron_resilience.transport.store import StoreClient
 from megatron_resilience.vps.space import StateSpace
 
 TRANSFER_GROUP = "resilience-transfer"
-_MEETING_S = 60.0
+_MEETING_S = 1800.0
 _WORK_S = 600.0
 
 
