@@ -11,7 +11,7 @@ import traceback
 from typing import NoReturn
 
 from megatron_resilience.control.addresses import bind
-from megatron_resilience.control.agent import be_local_node, run_agent
+from megatron_resilience.control.agent import NODE_LEFT_EXIT, be_local_node, run_agent
 from megatron_resilience.control.jobdir import JobDir, read_secret
 from megatron_resilience.control.options import SECRET_VARIABLE, LaunchOptions, split_endpoint
 from megatron_resilience.control.zygote import preload
@@ -145,6 +145,8 @@ def _wait(agents: dict[int, int]) -> int:
         code = os.waitstatus_to_exitcode(raw)
         if code < 0:
             died = 128 - code
+        elif code == NODE_LEFT_EXIT:
+            died = 1
         else:
             status = code
             # One agent that ended by itself means that the job has ended.
