@@ -163,12 +163,12 @@ def _live(folder: Path, change: _model.Change) -> dict[str, Any]:
     """One change in a protected job."""
     job = Job.changing(folder, change.argv(change.before))
     try:
-        job.wait_for_step(_WARM_UP + change.steady)
+        job.wait_for_step(_WARM_UP + change.steady, _PATIENCE_S)
         partial = folder / f"{_relayout.WISH}.part"
         partial.write_text(change.after)
         partial.replace(folder / _relayout.WISH)
         event = job.wait_for(lambda: _switched(job), "change of layout", _PATIENCE_S)
-        job.wait_for_step(event["generation"] + 2)
+        job.wait_for_step(event["generation"] + 2, _PATIENCE_S)
     finally:
         job.kill()
     (asked,) = job.notes("asked", 0)
