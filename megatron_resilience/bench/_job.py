@@ -140,13 +140,13 @@ class Job:
         why = log[log.find("Traceback") :][:6000] if "Traceback" in log else ""
         return BenchError(f"{what}: the job {how}\n{why}\n...\n{log[-2000:]}")
 
-    def wait_for_step(self, iteration: int) -> None:
+    def wait_for_step(self, iteration: int, timeout_s: float = 180.0) -> None:
         """Until every rank has completed an iteration."""
 
         def done() -> bool:
             return all(steps and steps[-1]["iteration"] >= iteration for steps in self.all_steps())
 
-        self.wait_for(done, f"iteration {iteration}")
+        self.wait_for(done, f"iteration {iteration}", timeout_s)
 
     def wait_for_arrival(self, iteration: int) -> None:
         """Until every rank waits at its gate (see :mod:`_probe`) to begin an iteration."""

@@ -25,7 +25,8 @@ import torch
 WISH = "wish"
 """File with a layout; rank 0 takes it away and asks for the layout."""
 LOAD_AGAIN = "load-again"
-"""File with an iteration: on entry to it every rank loads the checkpoint once more."""
+"""File with an iteration: on entry to it every rank loads the checkpoint once more, and again with
+``--ckpt-fully-parallel-load``."""
 
 
 class Notes:
@@ -76,7 +77,10 @@ def install(folder: Path, rank: int) -> Callable[[Any, Any, Any], None]:
             notes.write("asked", layout=layout)
             api.request_layout(layout)
         if again.exists() and again.read_text() == str(get_args().curr_iteration + 1):
-            training.load_checkpoint(model, optimizer, scheduler)
+            # Which way is quicker depends on the storage.
+            for parallel in (False, True):
+                get_args().ckpt_fully_parallel_load = parallel
+                training.load_checkpoint(model, optimizer, scheduler)
 
     send = AgentLink.send
 

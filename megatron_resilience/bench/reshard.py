@@ -6,7 +6,8 @@ Each trial of each kind of model runs three jobs, one after the other, each alon
   ready, so that the preparation is hidden;
 * stock Megatron under plain torchrun, which saves twice; the first save starts processes and is not counted. It is killed as
   soon as the second one is complete, which is quicker than its own end;
-* stock Megatron at the other layout, which loads that. Later it loads the same once more: the warm load.
+* stock Megatron at the other layout, which loads that. Later it loads the same again, plainly and with
+  --ckpt-fully-parallel-load; the quicker one is the warm load.
 
 Pauses are from the end of the last step of the old layout on the last rank to the beginning of the first step of the new one on
 the last rank. Checkpoints lie in memory (/dev/shm) where there is room, in the format that other layouts can load
@@ -162,12 +163,12 @@ def _live(folder: Path, change: _model.Change) -> dict[str, Any]:
     """One change in a protected job."""
     job = Job.changing(folder, change.argv(change.before))
     try:
-        job.wait_for_step(_WARM_UP + change.steady)
+        job.wait_for_step(_WARM_UP + change.steady, _PATIENCE_S)
         partial = folder / f"{_relayout.WISH}.part"
         partial.write_text(change.after)
         partial.replace(folder / _relayout.WISH)
         event = job.wait_for(lambda: _switched(job), "change of layout", _PATIENCE_S)
-        job.wait_for_step(event["generation"] + 2)
+        job.wait_for_step(event["generation"] + 2, _PATIENCE_S)
     finally:
         job.kill()
     (asked,) = job.notes("asked", 0)
@@ -280,25 +281,22 @@ def _stock(folder: Path, change: _model.Change) -> dict[str, Any]:
     loading = [*change.argv(change.after), *STOCK, "--load", str(checkpoint)]
     job = Job.stock(again, loading, relayout=True)
     try:
-        job.wait_for(lambda: _calls(job, "load_checkpoint", 2), "second load", _PATIENCE_S)
+        job.wait_for(lambda: _calls(job, "load_checkpoint", 3), "third load", _PATIENCE_S)
     finally:
         job.kill()
-    cold_load, load = _calls(job, "load_checkpoint", 2)
+    cold_load, *warm_loads = _calls(job, "load_checkpoint", 3)
+    plain, parallel = (end - start for start, end in warm_loads)
     began = max(_step(steps, second + 1)["start"] for steps in job.all_steps())
     parts = {"tail and save": save[1] - ended, "end and start-up": cold_load[0] - save[1]}
     parts |= {"load": cold_load[1] - cold_load[0], "until the first step": began - cold_load[1]}
     return {
         "restart_s": began - ended,
         "restart_parts_s": parts,
-        **{
-            name: end - start
-            for name, (start, end) in (
-                ("cold_save_s", cold_save),
-                ("save_s", save),
-                ("cold_load_s", cold_load),
-                ("load_s", load),
-            )
-        },
+        "cold_save_s": cold_save[1] - cold_save[0],
+        "save_s": save[1] - save[0],
+        "cold_load_s": parts["load"],
+        "load_s": min(plain, parallel),
+        "warm_loads_s": {"plain": plain, "fully parallel": parallel},
     }
 
 
