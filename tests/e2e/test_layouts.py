@@ -260,7 +260,7 @@ def test_people_change_the_layout_of_a_running_job(template: Template, tmp_path:
         back = people.run("reshard", "--tp", "2", "--dp", "2", "--nodes", "n1", "n0")
         assert back.status == 0, back.error
         assert [slot["node"] for slot in people.status()["slots"]] == ["n1", "n0"]
-        running.wait_for(lambda: len(running.of_kind("switch_done")) == 2)
-    for switch in running.of_kind("switch_done"):
+        running.wait_for(lambda: len(people.of_kind("switch_done")) == 2)
+    for switch in people.of_kind("switch_done"):
         ended, began = (logical_state(sums, moment, switch["generation"]) for moment in ("end", "begin"))
         assert ended and ended == began
