@@ -24,8 +24,8 @@ from tests.support.template import ROOT, TRAIN_GPT, Template
 
 pytestmark = pytest.mark.e2e
 
-LONG = 600
-"""Iterations that take longer than the time limit leaves."""
+LONG = 300
+"""Iterations that take longer than Slurm takes to look at time limits."""
 SBATCH = ROOT / "scripts" / "slurm" / "hot-swap.sbatch"
 
 
@@ -72,14 +72,16 @@ class Submitted:
         path = self.folder / "trace" / "rank0.jsonl"
 
         def there() -> bool:
-            assert self.state in ("PENDING", "RUNNING"), f"{self.state}:\n{self.output}"
+            assert self.state in ("PENDING", "RUNNING", "SIGNALING"), f"{self.state}:\n{self.output}"
             return path.exists() and f'"iteration": {iteration},' in path.read_text()
 
         self.cluster.wait(there, f"iteration {iteration}")
 
     def wait_until_freed(self) -> None:
         """The job has left the queue, and no node is its any more."""
-        self.cluster.wait(lambda: self.state not in ("PENDING", "RUNNING", "COMPLETING"), "the end of the job", 90)
+        self.cluster.wait(
+            lambda: self.state not in ("PENDING", "RUNNING", "SIGNALING", "COMPLETING"), "the end of the job", 90
+        )
         self.cluster.wait(lambda: not self.cluster.allocated(), "the nodes to be free", 60)
 
 
@@ -134,13 +136,15 @@ def test_the_time_limit_saves_requeues_and_goes_on(cluster: Cluster, template: T
     assert all(r.returncode == 0 for r in template.run_ranks(whole.world_size, argv, timeout=600))
     save = ("--save", str(tmp_path / "ckpt"), "--save-interval", "100000", "--load", str(tmp_path / "ckpt"))
     command = longer("tp2_dp2_bf16_overlap", LONG, *STEADY, *save)
-    job = submit(cluster, tmp_path / "run", command, "--time=2", "--signal=TERM@75")
+    job = submit(cluster, tmp_path / "run", command, "--time=60")
     latest = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
     job.wait_for_step(5)
+    # Less than the ten minutes before the limit that the script asks to be told of it.
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=9")
     cluster.wait(latest.exists, "the checkpoint", 180)
     saved = int(latest.read_text())
     cluster.wait(lambda: int(cluster.job(job.number).get("Restarts", "0")) == 1, "the requeue")
-    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=20", "StartTime=now")
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60", "StartTime=now")
     cluster.wait(lambda: job.state == "COMPLETED", "the end", 400)
     oracle = read(tmp_path / "whole")
     traced = read(tmp_path / "run" / "trace")
