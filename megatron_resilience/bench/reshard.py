@@ -104,9 +104,9 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     write(options.json, report)
     if options.model != "standard":
         return judged([])
-    there = [goal for goal in GOALS if goal.name in report]
+    measured = [goal for goal in GOALS if goal.name in report]
     unmeasured = [f"{goal.name} was not measured" for goal in GOALS if goal.name not in report]
-    return judged([*missed(there, report), *unmeasured])
+    return judged([*missed(measured, report), *unmeasured])
 
 
 def summary(trials: list[dict[str, Any]]) -> dict[str, Any]:

@@ -128,7 +128,8 @@ class Desk:
             nodes = tuple(find_node(leader.machine.alive, node) for node in nodes)
         except ConfigurationError as error:
             return {"kind": "answer", "done": False, "text": str(error)}
-        leader.event(e.SwitchAsked(Wish(verdict["layout"], verdict["ranks"], nodes, asked["at"]), number))
+        wish = Wish(verdict["layout"], verdict["ranks"], nodes, asked["at"], tuple(verdict["order"]))
+        leader.event(e.SwitchAsked(wish, number))
         answer = self._answers.pop(number, e.Answer(0, False, "the job has ended"))
         return {"kind": "answer", "done": answer.done, "text": answer.text, "epoch": answer.epoch}
 

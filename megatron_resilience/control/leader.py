@@ -101,7 +101,8 @@ class Leader:
         elif kind == "fatal":
             self.event(c.RankFatal(rank, message["error"], message["epoch"]))
         elif kind == "wish":
-            wish = Wish(message["layout"], message["ranks"], tuple(message["nodes"]), message["at"])
+            nodes, order = tuple(message["nodes"]), tuple(message["order"])
+            wish = Wish(message["layout"], message["ranks"], nodes, message["at"], order)
             self.event(c.SwitchAsked(wish))
         elif kind == "fallbacks":
             known = {int(nodes): Fallback(*layout) for nodes, layout in message["layouts"].items()}

@@ -35,12 +35,14 @@ class Wish:
         ranks: that it has.
         nodes: to train on, in order; empty: those that train now, then spares.
         at: generation at which to change; 0: as soon as the new world is ready.
+        order: where ``nodes`` is empty, the places of those that train now in which the least state moves.
     """
 
     layout: str
     ranks: int
     nodes: tuple[str, ...] = ()
     at: int = 0
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def target_of(
         if absent:
             raise ConfigurationError(f"{', '.join(absent)} is not among the nodes of the job: {', '.join(there)}")
         there = list(wish.nodes)
+    elif sorted(wish.order) == list(range(needed)) and needed <= len(now.slots):
+        there = [now.slots[place] for place in wish.order]
     if len(there) < needed:
         raise ConfigurationError(
             f"layout {wish.layout} has {wish.ranks} ranks, which takes {needed} nodes of {now.nproc_per_node}, "

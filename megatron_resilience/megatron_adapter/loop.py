@@ -233,7 +233,9 @@ class Guard:
             return None
         live = LayoutState(state, model, optimizer)
         schedule = read_schedule(args.hotswap_schedule, live.layout) if args.hotswap_schedule else ()
-        self._asker = api._asker = Asker(self._link, live, schedule, self._fallbacks(live))
+        self._asker = api._asker = Asker(
+            self._link, live, schedule, self._fallbacks(live), int(os.environ["LOCAL_WORLD_SIZE"])
+        )
         return live
 
     def _fallbacks(self, live: LayoutState) -> dict[int, Layout]:

@@ -207,3 +207,10 @@ def test_what_no_copy_is_left_of_ends_the_job():
     held = copies(2, 9)
     stop = only(act(machine, held[0], replace(held[1], holdings=held[1].holdings[:1])), c.Stop)
     assert "lacks rank 1" in stop.message
+
+
+def test_nodes_take_the_places_in_which_the_least_moves():
+    epoch, domains = running().epoch, dict(zip("abc", "abc", strict=True))
+    assert target_of(Wish("PP2 DP2", 4, order=(1, 0)), epoch, ["c"], 2, domains, 1).slots == ("b", "a")
+    assert target_of(Wish("PP2 DP2", 4, ("a", "b"), order=(1, 0)), epoch, ["c"], 2, domains, 1).slots == ("a", "b")
+    assert target_of(Wish("DP6", 6, order=(1, 0)), epoch, ["c"], 2, domains, 1).slots == ("a", "b", "c")
