@@ -31,6 +31,7 @@ from megatron_resilience.bench._job import BenchError, Job
 from megatron_resilience.bench._minimum import least_bytes
 from megatron_resilience.bench._raw import raw_seconds
 from megatron_resilience.bench._report import Goal, judged, machine, missed, parse, row, spread, write
+from megatron_resilience.errors import ConfigurationError
 from megatron_resilience.observe.switch import PHASES
 from megatron_resilience.vps.catalogue import catalogue_from_json
 
@@ -80,6 +81,9 @@ def main(arguments: list[str]) -> int:
 
 def _run(options: argparse.Namespace, folder: Path) -> int:
     changes = {kind: c for kind, c in _model.CHANGES[options.model].items() if kind in options.kinds}
+    if not changes:
+        known = ", ".join(_model.CHANGES[options.model])
+        raise ConfigurationError(f"--kinds {' '.join(options.kinds)}: --model {options.model} has {known}")
     report: dict[str, Any] = {
         "bench": "reshard",
         **machine(),
