@@ -350,9 +350,10 @@ class Session:
             self._announce(epoch, chosen, store)
         if self._live is not None:
             store.set(f"table/{state.rank}", self._live.table().to_bytes())
-        self._map({state.rank, *self._keeps})
+        # A next world has the time for it; a recovery has not.
+        self._map({state.rank, *self._keeps}, populate=epoch.before is not None)
 
-    def _map(self, ranks: set[int]) -> None:
+    def _map(self, ranks: set[int], populate: bool = False) -> None:
         """Gets the segments of ranks from the agent: new ones, or those that a predecessor of this process kept."""
         assert self._store is not None
         mine, shapes = self._state.rank, {}
@@ -363,7 +364,7 @@ class Session:
             return
         fds = self._link.request_memory(mine, {r: s.segment_bytes for r, s in shapes.items()})
         for rank, fd in fds.items():
-            memory = SharedMemory(fd, shapes[rank].segment_bytes)
+            memory = SharedMemory(fd, shapes[rank].segment_bytes, populate)
             self._memory[rank] = memory
             segment = Segment(memory.buffer, shapes[rank])
             if self._live is not None:

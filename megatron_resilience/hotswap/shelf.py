@@ -73,7 +73,7 @@ class Shelf:
     """
 
     def __init__(self, fds: list[int], size: int, table_size: int) -> None:
-        self._memory = [SharedMemory(fds[0], size), SharedMemory(fds[1], table_size)]
+        self._memory = [SharedMemory(fds[0], size, populate=True), SharedMemory(fds[1], table_size)]
         self.table = Table.from_bytes(bytes(self._memory[1].buffer))
         self._segment: Segment | None = Segment(self._memory[0].buffer, self.table.shape)
 

@@ -15,15 +15,19 @@ from megatron_resilience.errors import StateError
 class SharedMemory:
     """A mapped memfd.
 
+    Args:
+        populate: have the kernel fill this process's page tables now, instead of page by page when first touched; for
+            memory that will be wanted in a hurry later.
+
     Attributes:
         fd: its descriptor, to be passed to another process of the node.
         size: bytes.
     """
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, fd: int, size: int, populate: bool = False) -> None:
         self.fd = fd
         self.size = size
-        self._map = mmap.mmap(fd, size)
+        self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0))
         self.buffer = memoryview(self._map)
 
     @classmethod
