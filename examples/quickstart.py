@@ -110,6 +110,8 @@ def main():
 def oracle(out, arguments, environment, stretches):
     """Stock Megatron under torchrun; where the layout is to change, a job saves and ends, and another one loads."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # Where it keeps its logs; else it leaves a folder in /tmp.
+    torchrun += ["--log-dir", str(out / "torchrun")]
     torchrun += ["--nproc-per-node", str(RANKS_PER_NODE * NODES), "examples/train_gpt.py"]
     loads = []
     for number, (layout, until) in enumerate(stretches, 1):
