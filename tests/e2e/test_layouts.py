@@ -19,7 +19,7 @@ from tests.e2e.test_commands import People
 from tests.e2e.test_hot_swap import longer
 from tests.e2e.test_load import STEADY, stock
 from tests.support.configurations import Configuration
-from tests.support.job import LAUNCHER, end, job, kill_node
+from tests.support.job import LAUNCHER, end_together, job, kill_node
 from tests.support.template import Child, Template, free_port, plain_environment
 
 pytestmark = pytest.mark.e2e
@@ -233,8 +233,7 @@ def test_a_node_that_comes_back_is_used_again(template: Template, tmp_path: Path
         start(2)
         wait_for("switch_done", 2)
     finally:
-        for child in children:
-            end(child)
+        end_together(children)
     smaller, larger = seen("switch_done")
     assert "DP2" in smaller["cause"] and "DP3" in larger["cause"]
     for switch in (smaller, larger):

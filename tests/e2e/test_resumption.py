@@ -96,7 +96,9 @@ def test_checkpoints_are_those_of_an_undisturbed_run(template: Template, tmp_pat
     assert json.loads((tmp_path / "go-ours" / "rank0.jsonl").read_text().splitlines()[0])["iteration"] == ITERATIONS + 1
 
 
-@pytest.mark.parametrize("moment", ["evaluation", "checkpoint", "logging"])
+@pytest.mark.parametrize(
+    "moment", ["checkpoint", *(pytest.param(m, marks=pytest.mark.full) for m in ("evaluation", "logging"))]
+)
 def test_killed_in_the_tail_of_an_iteration(template: Template, tmp_path: Path, oracle: Oracle, moment: str) -> None:
     configuration = longer("tp2_dp2_fp32", 8, *TAIL)
     env = {"DIE_IN": moment, "DIE_AT": "4", "DIE_RANK": "3", "DIE_AFTER": "0", "DIE_MARKER": str(tmp_path / "died")}

@@ -201,6 +201,7 @@ def test_a_first_node_that_does_not_resolve_fails_loudly(cluster: Cluster, tmp_p
     assert "no-such-host.invalid does not resolve" in result.stderr
 
 
+@pytest.mark.full
 def test_a_job_that_cannot_start_gives_its_nodes_back(cluster: Cluster, tmp_path: Path) -> None:
     """Megatron refuses an option: the job's exit status is the launcher's, and nothing is held."""
     job = submit(cluster, tmp_path, longer("tp2_dp2_fp32", 5, "--no-such-option"))
