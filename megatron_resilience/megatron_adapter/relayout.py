@@ -19,7 +19,7 @@ from megatron_resilience.state.inventory import Kind
 from megatron_resilience.vps.catalogue import Catalogue
 from megatron_resilience.vps.families import build_catalogue
 from megatron_resilience.vps.layout import Layout
-from megatron_resilience.vps.nearest import space_of
+from megatron_resilience.vps.nearest import ImpossibleLayout, space_of
 from megatron_resilience.vps.space import StateSpace
 from megatron_resilience.vps.state import steps
 
@@ -77,6 +77,14 @@ class LayoutState:
             ImpossibleLayout: it cannot carry the model, or the batch does not divide; says which ones can.
         """
         args = self._args
+        now, then = _padded(self._shape.vocabulary, self.layout), _padded(self._shape.vocabulary, layout)
+        if now != then:
+            # Seen: stock Megatron fills rows that were not there in another way than a start-up does.
+            reason = (
+                f"it pads the vocabulary to {then} rows, and {self.layout} to {now}; rows of padding take part in the loss and "
+                "cannot be made or dropped yet: choose --make-vocab-size-divisible-by so that both pad alike"
+            )
+            raise ImpossibleLayout(reason, layout, [])
         batch = args.global_batch_size // args.micro_batch_size
         return space_of(catalogue, layout, args.use_distributed_optimizer, batch)
 

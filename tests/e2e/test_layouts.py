@@ -60,9 +60,6 @@ full = pytest.mark.full
         # Streams start anew, and go on.
         ("tp2_dp2_dropout", "PP2 DP2", ()),
         pytest.param("tp2_dp2_dropout", "TP2", (), marks=full),
-        # 101 rows, padded to 102, and to 104.
-        pytest.param("tp2_dp2_fp32", "TP4", ("--vocab-size", "101"), marks=full),
-        pytest.param("tp2_dp2_fp32", "DP4", ("--vocab-size", "101"), marks=full),
         pytest.param("moe_ep2_dp4", "TP2 DP2 EP2", ("--sequence-parallel",), marks=full),
         pytest.param("no_distributed_optimizer", "TP4", (), marks=full),
         pytest.param("fp16", "DP4", (), marks=full),
@@ -116,7 +113,7 @@ TOURS = {
     "odd": (
         "tp2_dp2_bf16_overlap",
         "DP3, TP2 PP2, PP3, PP2 FIRST1 DP2, TP4, DP1, TP2 DP2",
-        ("--num-layers", "6", "--global-batch-size", "12", "--micro-batch-size", "1", "--vocab-size", "101"),
+        ("--num-layers", "6", "--global-batch-size", "12", "--micro-batch-size", "1"),
     ),
     "plain optimizer": ("no_distributed_optimizer", "DP4, TP2 PP2, DP1, TP2 DP2", ()),
 }
