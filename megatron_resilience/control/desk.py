@@ -96,8 +96,12 @@ class Desk:
         except ConfigurationError as error:
             return {"kind": "answer", "done": False, "text": str(error)}
         self._number += 1
-        leader.event(e.SwapAsked(node, drain, self._number))
-        answer = self._answers.pop(self._number, e.Answer(0, False, "the job has ended"))
+        return self._decided(leader, e.SwapAsked(node, drain, self._number))
+
+    def _decided(self, leader: Leader, asked: e.SwapAsked | e.SwitchAsked) -> dict[str, Any]:
+        """What the coordinator answers, which it does at once."""
+        leader.event(asked)
+        answer = self._answers.pop(asked.ticket, e.Answer(0, False, "the job has ended"))
         return {"kind": "answer", "done": answer.done, "text": answer.text, "epoch": answer.epoch}
 
     async def _reshard(self, leader: Leader, question: dict[str, Any]) -> dict[str, Any]:
@@ -129,9 +133,7 @@ class Desk:
         except ConfigurationError as error:
             return {"kind": "answer", "done": False, "text": str(error)}
         wish = Wish(verdict["layout"], verdict["ranks"], nodes, asked["at"], tuple(verdict["order"]))
-        leader.event(e.SwitchAsked(wish, number))
-        answer = self._answers.pop(number, e.Answer(0, False, "the job has ended"))
-        return {"kind": "answer", "done": answer.done, "text": answer.text, "epoch": answer.epoch}
+        return self._decided(leader, e.SwitchAsked(wish, number))
 
     def checked(self, message: dict[str, Any]) -> None:
         """Takes rank 0's word about a layout."""

@@ -12,8 +12,9 @@ from megatron.training import get_args, get_tokenizer
 from megatron_resilience.errors import ConfigurationError, StateError
 from megatron_resilience.hotswap.fragments import Storage
 from megatron_resilience.hotswap.shelf import Table
+from megatron_resilience.megatron_adapter.buckets import chained
 from megatron_resilience.megatron_adapter.catalogue import live_shape, live_space
-from megatron_resilience.megatron_adapter.state import MegatronState, masters, prime
+from megatron_resilience.megatron_adapter.state import MegatronState, masters
 from megatron_resilience.megatron_adapter.storage import live_storage
 from megatron_resilience.state.inventory import Kind
 from megatron_resilience.vps.catalogue import Catalogue
@@ -50,10 +51,10 @@ class LayoutState:
                 "--hotswap-parallelism with --step-batch-size-schedule: every batch of the schedule would have to divide among "
                 "the ranks of every layout, which nobody checks yet; use a constant --global-batch-size"
             )
-        parts = [o for o in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(o, "optimizer")]
-        for part in parts:
-            prime(part.optimizer)
-        self._steps = any("step" in part.optimizer.state[main] for part in parts for _, main in masters(part))
+        # MegatronState has primed them.
+        self._steps = any(
+            "step" in part.optimizer.state[main] for part in chained(optimizer) for _, main in masters(part)
+        )
         try:
             self._shape = live_shape(args, model, get_tokenizer().vocab_size)
             self.layout: Layout = live_space(args, model, optimizer, self._shape.vocabulary).layout
