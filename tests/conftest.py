@@ -33,5 +33,6 @@ def _session_template() -> Iterator[Template]:
 def template(_session_template: Template) -> Iterator[Template]:
     """The session's pre-imported process; a test that leaves processes behind fails."""
     yield _session_template
+    _session_template.wait_for_orphans(10)
     left = _session_template.kill_orphans()
     assert not left, f"processes {left} survived the test"

@@ -107,13 +107,16 @@ class OnceWriter:
             self._last[tag] = global_step
         self._dirty = True
         self._writer.add_scalar(tag, scalar_value, global_step, *rest, **more)
+        if self._last is None:
+            # Megatron flushes for the last time before the final evaluations; a thread holds points, and nobody waits for it.
+            self._writer.flush()
 
     def __getattr__(self, name: str) -> Any:
         self.__dict__["_dirty"] = True
         return getattr(self.__dict__["_writer"], name)
 
     def take_all(self) -> None:
-        """From now on nothing is dropped."""
+        """From now on nothing is dropped, and every point is written at once."""
         self._last = None
 
     def mark(self, generation: int) -> None:

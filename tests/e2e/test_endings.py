@@ -22,9 +22,16 @@ def gone(pids: list[int], patience: float = 15) -> list[int]:
     deadline = time.monotonic() + patience
     left = pids
     while left and time.monotonic() < deadline:
-        left = [pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        left = [pid for pid in left if _is_there(pid)]
         time.sleep(0.02)
     return left
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "SIGKILL", "agents killed", "by itself"])

@@ -230,6 +230,12 @@ class Template:
         self._collect()
         return self._ask(op="orphans")["pids"]
 
+    def wait_for_orphans(self, patience: float) -> None:
+        """Waits until those are gone that their parents' deaths kill; who is still there after ``patience`` seconds stays."""
+        deadline = time.monotonic() + patience
+        while self.orphans() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def kill_orphans(self) -> list[int]:
         """Kills them, and returns which they were."""
         killed = []

@@ -73,6 +73,13 @@ def _run(target: str, argv: list[str]) -> int:
         return 1
 
 
+def _flush_tensorboard() -> None:
+    # Stock Megatron leaves the points of its final evaluations to a daemon thread, which may lose the race with the exit.
+    module = sys.modules.get("megatron.training.global_vars")
+    if module is not None and module._GLOBAL_TENSORBOARD_WRITER is not None:
+        module._GLOBAL_TENSORBOARD_WRITER.flush()
+
+
 def _child(request: dict[str, Any], parent: int, control: socket.socket) -> None:
     code = 1
     try:
@@ -94,6 +101,7 @@ def _child(request: dict[str, Any], parent: int, control: socket.socket) -> None
             # OpenMP read the variable when the template imported torch.
             torch.set_num_threads(int(threads))
         code = _run(request["target"], request["argv"])
+        _flush_tensorboard()
         threading._shutdown()
         atexit._run_exitfuncs()
     except BaseException:
