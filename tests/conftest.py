@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # `tests.support` is imported from the root, whatever directory pytest was started in.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support import full
 from tests.support.template import Template
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("whatever the machine does", deadline=None)
+settings.load_profile("whatever the machine does")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -296,6 +296,9 @@ class Session:
         if self._live is None:
             raise StateError("the layout changes, but this rank runs without --hotswap-parallelism")
         arrival = Arrival(self._link, epoch, self._place.node, self._live, self._store.store)
+        # A rehearsal, while the old world trains: connections are made and memory is touched that the switch would wait for.
+        self._state.rebuild()
+        self._state.disagreements()
         self._link.send("prepared", epoch=epoch.number)
         plan = self._link.wait_plan(epoch.number)
         self._mark("planned")

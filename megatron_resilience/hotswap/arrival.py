@@ -42,6 +42,9 @@ class Reshapable(Protocol):
     def space(self, layout: Layout, catalogue: Catalogue) -> StateSpace:
         """The state under a layout."""
 
+    def clear(self) -> None:
+        """Zeroes what will be overwritten; rows of the vocabulary that are in the new layout alone stay so."""
+
     def storage(self, space: StateSpace) -> Storage:
         """Live tensors by logical tensor."""
 
@@ -156,6 +159,7 @@ class Arrival:
         rank: int = live.state.rank
         self._live = live
         self._shelves = Shelves(link, epoch, node, store, speaks=rank == min(epoch.ranks_of(node)))
+        live.clear()
         catalogue = live.catalogue(self._shelves.layout)
         self._space = live.space(live.layout, catalogue)
         if rank == 0 and couriers(epoch):

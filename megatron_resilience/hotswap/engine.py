@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,31 +26,22 @@ from megatron_resilience.routing.staging import Chunk
 from megatron_resilience.vps.space import StateSpace
 
 IN_FLIGHT = 4
-"""Exchanges that are under way at once; each takes two staging buffers."""
-CHUNK = 32 << 20
-"""Bytes of a staging buffer."""
+"""Exchanges that are under way at once; each takes two parts of the staging buffer."""
+CHUNK = 8 << 20
+"""Bytes of a part of the staging buffer, at most."""
 _HASH = 16
+_ALIGNMENT = 64
 _FIRST_TAG = 100
 
 
 @dataclass
 class Tally:
-    """What an endpoint has done, in bytes; ``peak`` of its staging buffers together."""
+    """What an endpoint has done, in bytes; ``peak`` is the size of its staging buffer."""
 
     kept: int = 0
     sent: int = 0
     received: int = 0
     peak: int = 0
-    _now: int = field(default=0, repr=False)
-
-    def take(self, size: int) -> None:
-        """A staging buffer is allocated."""
-        self._now += size
-        self.peak = max(self.peak, self._now)
-
-    def give(self, size: int) -> None:
-        """... and freed."""
-        self._now -= size
 
 
 class _Arrived(NamedTuple):
@@ -65,18 +56,17 @@ class Transfer:
         problem: the same on all endpoints.
         endpoint: this one.
         peers: endpoints in the order of their places in ``backend``.
-        chunk: bytes of a staging buffer, the same everywhere.
+        chunk: bytes of a part of the staging buffer, the same everywhere.
     """
 
     def __init__(self, problem: Problem, endpoint: int, peers: list[int], chunk: int = CHUNK) -> None:
         self.problem = problem
         self.plan: RankPlan = plan_endpoint(problem, endpoint)
-        self.tally = Tally()
         self._place = {peer: place for place, peer in enumerate(peers)}
-        self._chunk = chunk
         self._exchanges = list(program(self.plan, xor_rounds(len(peers)), chunk))
         self._arrived: list[_Arrived] = []
-        self._partial: dict[int, tuple[torch.Tensor, int]] = {}
+        self._staging = _parts(self._exchanges)
+        self.tally = Tally(peak=sum(part.numel() for part in self._staging))
 
     def read_from(self) -> list[int]:
         """Ranks of the source layout whose storage this endpoint reads."""
@@ -127,16 +117,16 @@ class Transfer:
             if not same_bits(source, copy):
                 raise StateError(f"{self._name(self.plan.keeps, row)} differs from its source after the switch")
         for chunk, digest in self._arrived:
-            buffer = torch.empty(chunk.size, dtype=torch.uint8)
+            buffer = self._staging[0][: chunk.size]
             self._pack(chunk, self._receives, buffer)
             if _hash(buffer) != digest:
                 name = self._name(self.plan.receives, int(chunk.fragment[0]))
                 raise StateError(f"{name}, or one of the next {len(chunk.fragment)} fragments, differs from its source")
 
     def forget(self) -> None:
-        """Lets go of all views."""
+        """Lets go of all views and of the staging buffer."""
         self._keeps = self._kept = self._receives = self._sends = []
-        self._arrived = []
+        self._arrived, self._staging = [], []
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -158,6 +148,7 @@ class Transfer:
 
     def _exchange(self, backend: Any) -> None:
         flying: deque[tuple[Exchange, list[Any], torch.Tensor | None, torch.Tensor | None]] = deque()
+        free = list(self._staging)
         tags: Counter[int] = Counter()
         phase = 0
 
@@ -167,9 +158,9 @@ class Transfer:
                 work.wait()
             for buffer in (out, back):
                 if buffer is not None:
-                    self.tally.give(buffer.numel())
+                    free.append(buffer)
             if exchange.incoming is not None and back is not None:
-                self._land(exchange.incoming, back)
+                self._land(exchange.incoming, back[: exchange.incoming.size + _HASH])
 
         for exchange in self._exchanges:
             while flying and (len(flying) >= IN_FLIGHT or exchange.phase != phase):
@@ -179,22 +170,18 @@ class Transfer:
             tags[exchange.peer] += 1
             works, out, back = [], None, None
             if exchange.incoming is not None:
-                back = self._buffer(exchange.incoming.size)
-                works.append(backend.recv([back], peer, tag))
+                back = free.pop()
+                works.append(backend.recv([back[: exchange.incoming.size + _HASH]], peer, tag))
             if exchange.outgoing is not None:
-                out = self._buffer(exchange.outgoing.size)
-                body = out[: exchange.outgoing.size]
+                out = free.pop()
+                body, hashed = out[: exchange.outgoing.size], out[: exchange.outgoing.size + _HASH]
                 self._pack(exchange.outgoing, self._sends, body)
-                out[exchange.outgoing.size :] = torch.frombuffer(bytearray(_hash(body)), dtype=torch.uint8)
-                works.append(backend.send([out], peer, tag))
+                hashed[exchange.outgoing.size :] = torch.frombuffer(bytearray(_hash(body)), dtype=torch.uint8)
+                works.append(backend.send([hashed], peer, tag))
                 self.tally.sent += exchange.outgoing.size
             flying.append((exchange, works, out, back))
         while flying:
             land()
-
-    def _buffer(self, size: int) -> torch.Tensor:
-        self.tally.take(size + _HASH)
-        return torch.empty(size + _HASH, dtype=torch.uint8)
 
     def _land(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         body, digest = buffer[: chunk.size], bytes(buffer[chunk.size :].numpy())
@@ -205,40 +192,29 @@ class Transfer:
         self.tally.received += chunk.size
         at = 0
         for row, begin, end in zip(chunk.fragment.tolist(), chunk.begin.tolist(), chunk.end.tolist(), strict=True):
-            part, whole = body[at : at + end - begin], int(self.plan.receives.bytes[row])
+            unpack(self._receives[row], body[at : at + end - begin], begin)
             at += end - begin
-            if end - begin < whole:
-                part = self._collect(row, part, begin, end, whole)
-                if part is None:
-                    continue
-            unpack(self._receives[row], part)
-
-    def _collect(self, row: int, part: torch.Tensor, begin: int, end: int, whole: int) -> torch.Tensor | None:
-        """A fragment that came in several chunks, once it is whole."""
-        found = self._partial.get(row)
-        if found is None:
-            self.tally.take(whole)
-            found = (torch.empty(whole, dtype=torch.uint8), 0)
-        buffer, filled = found
-        buffer[begin:end] = part
-        filled += end - begin
-        if filled < whole:
-            self._partial[row] = (buffer, filled)
-            return None
-        self._partial.pop(row, None)
-        self.tally.give(whole)
-        return buffer
 
     def _pack(self, chunk: Chunk, views: list[Fields], out: torch.Tensor) -> None:
         at = 0
         for row, begin, end in zip(chunk.fragment.tolist(), chunk.begin.tolist(), chunk.end.tolist(), strict=True):
-            pack(views[row], out[at : at + end - begin], begin, end)
+            pack(views[row], out[at : at + end - begin], begin)
             at += end - begin
 
     def _name(self, moves: Moves, row: int) -> str:
         boxes = moves.boxes
         bounds = ", ".join(f"{getattr(boxes, d + '0')[row]}:{getattr(boxes, d + '1')[row]}" for d in "oci")
         return f"{self.problem.source.catalogue.tensors[int(boxes.tensor[row])].name}[{bounds}]"
+
+
+def _parts(exchanges: list[Exchange]) -> list[torch.Tensor]:
+    """The staging buffer, in parts: for an outgoing and an incoming chunk of each exchange in flight. Touched, so that the kernel
+    need not find the memory while everybody waits."""
+    sizes = [c.size for e in exchanges for c in (e.outgoing, e.incoming) if c is not None]
+    if not sizes:
+        return []
+    part = -(-(max(sizes) + _HASH) // _ALIGNMENT) * _ALIGNMENT
+    return list(torch.zeros((min(2 * IN_FLIGHT, len(sizes)), part), dtype=torch.uint8))
 
 
 def _fed(problem: Problem, moves: Moves) -> Moves:

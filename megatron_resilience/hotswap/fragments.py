@@ -34,28 +34,73 @@ def fragments(space: StateSpace, rank: int, boxes: Boxes, storage: Storage) -> I
         }
 
 
-def pack(fragment: Fields, out: torch.Tensor, begin: int, end: int) -> None:
-    """Bytes [begin, end) of a fragment, its fields one after the other in order of name, into ``out`` (uint8, host)."""
-    at = 0
+def pack(fragment: Fields, out: torch.Tensor, begin: int) -> None:
+    """Bytes of a fragment from ``begin`` on, its fields one after the other in order of name, until ``out`` is full.
+
+    Args:
+        out: uint8, host. No other memory of its size is taken.
+    """
+    for view, low, high, part in _fields(fragment, out, begin):
+        size = view.element_size()
+        if low % size or high % size or part.storage_offset() % size:
+            first, last = low // size, -(-high // size)
+            whole = torch.cat([block.reshape(-1) for block in _blocks(view, first, last)]).view(torch.uint8)
+            part.copy_(whole[low - first * size : high - first * size])
+            continue
+        elements, at = part.view(view.dtype), 0
+        for block in _blocks(view, low // size, high // size):
+            elements[at : at + block.numel()].view(block.shape).copy_(block)
+            at += block.numel()
+
+
+def unpack(fragment: Fields, data: torch.Tensor, begin: int) -> None:
+    """The inverse: ``data`` (uint8, host, of any alignment) becomes the fragment's bytes from ``begin`` on."""
+    for view, low, high, part in _fields(fragment, data, begin):
+        size = view.element_size()
+        first, last = low // size, -(-high // size)
+        if low % size or high % size:
+            # The cut is within an element: the rest of it is there already, or comes with the next part.
+            whole = torch.cat([block.reshape(-1) for block in _blocks(view, first, last)]).cpu().view(torch.uint8)
+            whole[low - first * size : high - first * size] = part
+            part = whole
+        elif part.storage_offset() % size:
+            part = part.clone()
+        elements, at = part.view(view.dtype), 0
+        for block in _blocks(view, first, last):
+            block.copy_(elements[at : at + block.numel()].view(block.shape))
+            at += block.numel()
+
+
+def _fields(fragment: Fields, data: torch.Tensor, begin: int) -> Iterator[tuple[torch.Tensor, int, int, torch.Tensor]]:
+    """(view, first byte, last byte, part of ``data``) of every field that ``data`` has something of."""
+    at, end = 0, begin + len(data)
     for _, view in sorted(fragment.items()):
         size = view.numel() * view.element_size()
         low, high = max(begin, at), min(end, at + size)
         if low < high:
-            flat = view.reshape(-1).contiguous().view(torch.uint8)
-            out[low - begin : high - begin].copy_(flat[low - at : high - at])
+            yield view, low - at, high - at, data[low - begin : high - begin]
         at += size
 
 
-def unpack(fragment: Fields, data: torch.Tensor) -> None:
-    """The whole fragment out of ``data`` (uint8, host, of any alignment), as :func:`pack` made it."""
-    at = 0
-    for _, view in sorted(fragment.items()):
-        size = view.numel() * view.element_size()
-        part = data[at : at + size]
-        if part.storage_offset() % view.element_size():
-            part = part.clone()
-        view.copy_(part.view(view.dtype).view(view.shape))
-        at += size
+def _blocks(view: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
+    """Elements ``first`` to ``last`` of a tensor, in order, as few blocks of it."""
+    if first == 0 and last == view.numel():
+        yield view
+        return
+    if view.dim() == 1:
+        yield view[first:last]
+        return
+    row = view[0].numel()
+    begin, end = -(-first // row), last // row
+    if begin > end:
+        yield from _blocks(view[end], first - end * row, last - end * row)
+        return
+    if first < begin * row:
+        yield from _blocks(view[begin - 1], first - (begin - 1) * row, row)
+    if begin < end:
+        yield view[begin:end]
+    if end * row < last:
+        yield from _blocks(view[end], 0, last - end * row)
 
 
 def same_bits(a: Fields, b: Fields) -> bool:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from megatron.core import mpu
 
-_PIECE = 1 << 24
+_PIECE = 1 << 22
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -21,11 +22,19 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 scalar on the tensor's device.
     """
-    words = tensor.detach().reshape(-1).contiguous().view(_WORDS[tensor.element_size()])
-    result = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    flat = tensor.detach().reshape(-1).contiguous()
+    if flat.device.type != "cpu":
+        return device_fingerprint(flat)
+    return torch.tensor(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy()), dtype=torch.uint64).view(torch.int64)
+
+
+def device_fingerprint(flat: torch.Tensor) -> torch.Tensor:
+    """:func:`fingerprint` of a one-dimensional tensor by tensor operations, in pieces that need little memory."""
+    words = flat.view(_WORDS[flat.element_size()])
+    result = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, words.numel(), _PIECE):
         piece = words[start : start + _PIECE].to(torch.int64)
-        place = torch.arange(start, start + piece.numel(), device=tensor.device, dtype=torch.int64)
+        place = torch.arange(start, start + piece.numel(), device=flat.device, dtype=torch.int64)
         # Odd multipliers: no position is lost modulo 2^64; the square term tells swaps of equal sums apart.
         weight = place * 0x5851F42D4C957F2D + 0x14057B7EF767814F
         mixed = (piece + 0x2545F491) * weight

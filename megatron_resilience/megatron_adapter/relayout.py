@@ -20,7 +20,7 @@ from megatron_resilience.state.inventory import Kind
 from megatron_resilience.vps.catalogue import Catalogue
 from megatron_resilience.vps.families import build_catalogue
 from megatron_resilience.vps.layout import Layout
-from megatron_resilience.vps.nearest import ImpossibleLayout, space_of
+from megatron_resilience.vps.nearest import space_of
 from megatron_resilience.vps.space import StateSpace
 from megatron_resilience.vps.state import steps
 
@@ -65,7 +65,7 @@ class LayoutState:
 
     def catalogue(self, other: Layout | None = None) -> Catalogue:
         """All logical tensors. Between two layouts the rows of the vocabulary's padding that both have are state too: they
-        take part in the loss."""
+        take part in the loss. Rows that only the new one has begin as :meth:`clear` leaves them."""
         layouts = [self.layout, other or self.layout]
         padded = min(_padded(self._shape.vocabulary, layout) for layout in layouts)
         catalogue = build_catalogue(replace(self._shape, vocabulary=padded))
@@ -78,16 +78,20 @@ class LayoutState:
             ImpossibleLayout: it cannot carry the model, or the batch does not divide; says which ones can.
         """
         args = self._args
-        now, then = _padded(self._shape.vocabulary, self.layout), _padded(self._shape.vocabulary, layout)
-        if now != then:
-            # Seen: stock Megatron fills rows that were not there in another way than a start-up does.
-            reason = (
-                f"it pads the vocabulary to {then} rows, and {self.layout} to {now}; rows of padding take part in the loss and "
-                "cannot be made or dropped yet: choose --make-vocab-size-divisible-by so that both pad alike"
-            )
-            raise ImpossibleLayout(reason, layout, [])
         batch = args.global_batch_size // args.micro_batch_size
         return space_of(catalogue, layout, args.use_distributed_optimizer, batch)
+
+    def clear(self) -> None:
+        """Zeroes what another world's state will overwrite: masters and moments.
+
+        What is not overwritten are rows of the vocabulary's padding that the other layout did not have. Stock Megatron zeroes
+        them too when it loads a checkpoint of another padding (``allow_shape_mismatch`` in
+        ``megatron.core.dist_checkpointing.strategies.torch``).
+        """
+        specs = self.state.inventory.specs
+        for index, tensor in self.state.stable():
+            if specs[index].kind in (Kind.MASTER, Kind.MOMENT):
+                tensor.zero_()
 
     def storage(self, space: StateSpace) -> Storage:
         """Live tensors by logical tensor, one-dimensional."""

@@ -60,6 +60,9 @@ full = pytest.mark.full
         # Streams start anew, and go on.
         ("tp2_dp2_dropout", "PP2 DP2", ()),
         pytest.param("tp2_dp2_dropout", "TP2", (), marks=full),
+        # 101 rows, padded to 102, and to 104.
+        pytest.param("tp2_dp2_fp32", "TP4", ("--vocab-size", "101"), marks=full),
+        pytest.param("tp2_dp2_fp32", "DP4", ("--vocab-size", "101"), marks=full),
         pytest.param("moe_ep2_dp4", "TP2 DP2 EP2", ("--sequence-parallel",), marks=full),
         pytest.param("no_distributed_optimizer", "TP4", (), marks=full),
         pytest.param("fp16", "DP4", (), marks=full),
@@ -74,7 +77,10 @@ def test_training_goes_on_as_stock_megatron_would(
     schedule = tmp_path / "schedule.yaml"
     schedule.write_text(f"{SWITCH}: {layout}\n")
     saved = ("--save", str(tmp_path / "saved"), "--save-interval", str(LAST))
-    with job(template, tmp_path / "run", base, (*HOTSWAP, "--hotswap-schedule", str(schedule), *saved)) as running:
+    # Two ranks are one node, which has nobody to keep its copies.
+    copies = ("--deadpool-replicas", str(int(parse_layout(layout).world > base.world_size // 2)))
+    extra = (*HOTSWAP, *copies, "--hotswap-schedule", str(schedule), *saved)
+    with job(template, tmp_path / "run", base, extra) as running:
         running.finish(timeout=300)
         (switched,) = running.of_kind("switch_done")
         assert switched["generation"] == SWITCH
@@ -113,7 +119,7 @@ TOURS = {
     "odd": (
         "tp2_dp2_bf16_overlap",
         "DP3, TP2 PP2, PP3, PP2 FIRST1 DP2, TP4, DP1, TP2 DP2",
-        ("--num-layers", "6", "--global-batch-size", "12", "--micro-batch-size", "1"),
+        ("--num-layers", "6", "--global-batch-size", "12", "--micro-batch-size", "1", "--vocab-size", "101"),
     ),
     "plain optimizer": ("no_distributed_optimizer", "DP4, TP2 PP2, DP1, TP2 DP2", ()),
 }
