@@ -51,6 +51,22 @@ def loaded(template: Template, trace: Path, target: Configuration, checkpoint: P
     return trace
 
 
+def chained_oracle(template: Template, folder: Path, base: Configuration, stops: dict[int, str], last: int) -> Path:
+    """Stock Megatron trained to ``last``, saved and loaded at each of ``stops`` under the layout that begins there."""
+    trace, checkpoint, target = folder / "oracle", folder / "ckpt", base
+    for at, then in zip([*stops, last], [*stops.values(), ""], strict=True):
+        load = ("--load", str(checkpoint)) if checkpoint.exists() else ()
+        save = ("--save", str(checkpoint), "--save-interval", str(at))
+        part = trace / f"until{at}"
+        stock(
+            template,
+            target.world_size,
+            [*target.argv, "--train-iters", str(at), *load, *save, "--trace-dir", str(part)],
+        )
+        target = at_layout(base, then) if then else target
+    return trace
+
+
 full = pytest.mark.full
 
 
@@ -89,6 +105,53 @@ def test_training_goes_on_as_stock_megatron_would(
     for rank, (*lines, last) in expected.items():
         assert [line for line in read(running.trace)[rank] if line["iteration"] > SWITCH] == lines
         assert continued[rank] == [last]
+
+
+@full
+def test_a_resize_every_five_steps_for_a_hundred(template: Template, tmp_path: Path) -> None:
+    """Every step equals a chain of stock Megatrons that save and load at the same steps."""
+    base = longer("dp4", 100, *RESHARDABLE, "--global-batch-size", "12", "--micro-batch-size", "1")
+    around = ("DP2", "DP3", "TP2 DP2", "PP2", "DP4")
+    stops = {at: around[i % len(around)] for i, at in enumerate(range(5, 100, 5))}
+    schedule = tmp_path / "schedule.yaml"
+    schedule.write_text("".join(f"{at}: {layout}\n" for at, layout in stops.items()))
+    with job(
+        template, tmp_path / "run", base, (*HOTSWAP, "--hotswap-schedule", str(schedule)), nodes=4, spares=0
+    ) as running:
+        running.finish(timeout=1200)
+    assert [event["generation"] for event in running.of_kind("switch_done")] == list(stops)
+    oracle = chained_oracle(template, tmp_path, base, stops, 100)
+    trained = read(running.trace)
+    expected: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(4)}
+    for at in [*stops, 100]:
+        for rank, lines in read(oracle / f"until{at}").items():
+            expected[rank] += lines
+    assert {rank: [line["iteration"] for line in lines] for rank, lines in trained.items()} == {
+        rank: [line["iteration"] for line in lines] for rank, lines in expected.items()
+    }
+    assert trained == expected
+
+
+@full
+def test_nodes_are_added_and_any_are_taken_away(template: Template, tmp_path: Path) -> None:
+    """Two nodes, three, four, and two again: the coordinator's own is one of those that leave."""
+    people, sums = People(tmp_path / "job"), tmp_path / "sums"
+    sums.mkdir()
+    base = longer("dp4", ENDLESS, "--global-batch-size", "12", "--micro-batch-size", "1")
+    base = at_layout(base, "DP2")
+    launch, env = ("--job-dir", str(people.folder)), {"SUMS": str(sums)}
+    with job(template, tmp_path, base, HOTSWAP, spares=2, script=LOGICAL, env=env, launch=launch) as running:
+        running.wait_for(lambda: list(sums.glob("end2.*")))
+        for size, where in ((3, ()), (4, ()), (2, ("--nodes", "n1", "n3"))):
+            done = people.run("reshard", "--dp", str(size), *where)
+            assert done.status == 0, done.error
+        assert [slot["node"] for slot in people.status()["slots"]] == ["n1", "n3"]
+        running.wait_for(lambda: len(people.of_kind("switch_done")) == 3)
+        last = people.of_kind("switch_done")[-1]["generation"]
+        running.wait_for(lambda: list(sums.glob(f"end{last + 2}.*")))
+    for switch in people.of_kind("switch_done"):
+        ended, began = (logical_state(sums, moment, switch["generation"]) for moment in ("end", "begin"))
+        assert ended and ended == began
 
 
 def logical_state(folder: Path, moment: str, generation: int) -> dict[str, int | float]:

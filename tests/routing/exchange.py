@@ -66,6 +66,22 @@ def source_copies(problem, moves):
     return replace(moves, boxes=replace(moves.boxes, copy=copy))
 
 
+def missing_bytes(problem):
+    """Bytes of the elements that endpoints need and cannot read where they are, of the copy that feeds each."""
+    width, total = problem.target.catalogue.columns.bytes_per_element, 0
+    for rank, endpoint in enumerate(problem.target_at.tolist()):
+        had = {}
+        for source in problem.readable(endpoint):
+            for key, labels in storage_of(problem.source, source).items():
+                had.setdefault(key, []).append(labels)
+        for (tensor, copy), labels in storage_of(problem.target, rank).items():
+            if problem.source.instances.first[tensor] >= 0:
+                fed_by = tensor, int(problem.source_copy[copy, tensor])
+                lacks = np.setdiff1d(labels[labels >= 0], np.concatenate(had.get(fed_by, [np.empty(0, int)])))
+                total += lacks.size * int(width[tensor])
+    return total
+
+
 def exchange(problem, memory=None):
     """Run the plans of all endpoints. Asserts that every element is written once, and is the right one.
 

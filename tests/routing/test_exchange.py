@@ -8,7 +8,7 @@ import pytest
 from megatron_resilience.routing.cost import Cluster
 from megatron_resilience.routing.problem import relayout
 from megatron_resilience.vps.families import build_catalogue
-from tests.routing.exchange import exchange
+from tests.routing.exchange import exchange, missing_bytes
 from tests.vps.models import DENSE, LAYOUTS, MOE, fits, spaces
 
 SHAPES = {"dense": DENSE, "moe": MOE}
@@ -29,9 +29,10 @@ def every(name):
 
 
 def check_pair(source, target):
-    """Every element in its place; nothing moves where nothing changes."""
-    moved, *_ = exchange(relayout(source, target, cluster=Cluster(ranks_per_node=4)))
-    assert moved > 0 or target.layout == source.layout or source.layout.world == target.layout.world
+    """Every element in its place, and to each rank goes what it lacks and no more."""
+    problem = relayout(source, target, cluster=Cluster(ranks_per_node=4))
+    moved, *_ = exchange(problem)
+    assert moved == missing_bytes(problem)
     assert moved == 0 or target.layout != source.layout
 
 
