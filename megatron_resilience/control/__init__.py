@@ -13,7 +13,10 @@
 ``health``       what devices say of themselves, judged (pure)
 ``nvml``         reads them, where there is a driver
 ``membership``   who leads, and when a side may go on without the other (pure)
-``coordinator``  decides: events in, actions out (pure)
+``coordinator``  decides: events in, actions out (pure); built upon the three that follow
+``layouts``      ... changes of layout (pure); ``switching`` is the state of one
+``epochs``       ... from one epoch to the next (pure)
+``record``       ... what is known of a job, and handed to a successor
 ``events``       those events and actions
 ``leader``       the thin process around the coordinator, in one of the agents
 ``peers``        authenticated messages between agents

@@ -15,8 +15,9 @@ import sys
 import time
 from typing import Any
 
-from megatron_resilience.control import coordinator as c
+from megatron_resilience.control import events as e
 from megatron_resilience.control.addresses import address_towards, bind
+from megatron_resilience.control.coordinator import Coordinator
 from megatron_resilience.control.desk import Desk
 from megatron_resilience.control.health import Reading, judge
 from megatron_resilience.control.jobdir import JobDir
@@ -27,6 +28,7 @@ from megatron_resilience.control.nvml import Devices
 from megatron_resilience.control.options import LaunchOptions, failure_domain, split_endpoint
 from megatron_resilience.control.overseer import Overseer
 from megatron_resilience.control.peers import Peer, accept, connect
+from megatron_resilience.control.record import Phase, Settings
 from megatron_resilience.control.zygote import die_with_parent, start_zygote
 from megatron_resilience.errors import ControlError, ResilienceError
 from megatron_resilience.observe.console import say
@@ -78,7 +80,7 @@ class Agent:
         self._endpoint = endpoint
         self._secret = secret
         self._listener = listener
-        self._settings = c.Settings(options.nnodes, options.spares, options.nproc_per_node, options.max_restarts)
+        self._settings = Settings(options.nnodes, options.spares, options.nproc_per_node, options.max_restarts)
         self._jobdir = None if options.job_dir is None else JobDir(options.job_dir)
         log = options.events or (None if self._jobdir is None else self._jobdir.events_file(node))
         self._events = EventLog(log, node)
@@ -113,9 +115,9 @@ class Agent:
             if self._order == 0:
                 if self._jobdir is not None:
                     self._jobdir.begin()
-                self._lead(c.Coordinator(self._settings))
+                self._lead(Coordinator(self._settings))
                 self._share_addresses()
-                self._leader_event(c.NodeJoined(self._id, self._order, self._domain))
+                self._leader_event(e.NodeJoined(self._id, self._order, self._domain))
             elif not await self._join():
                 return await self._ended
             self._spawn(self._tick())
@@ -186,15 +188,15 @@ class Agent:
         self._addresses[node] = (hello["address"][0], hello["address"][1])
         if hello["state"]["version"] > self._leader.version and hello["state"]["state"]:
             # The predecessor told this follower more than us before it died.
-            self._leader.machine = c.Coordinator.from_json(self._settings, hello["state"]["state"])
+            self._leader.machine = Coordinator.from_json(self._settings, hello["state"]["state"])
             self._leader.version = hello["state"]["version"]
         if node not in self._leader.machine.alive:
-            self._leader_event(c.NodeJoined(node, hello["order"], hello["domain"]))
+            self._leader_event(e.NodeJoined(node, hello["order"], hello["domain"]))
         self._share_addresses()
         self._leader.publish_again()
         if self._leader.machine.epoch is not None:
             peer.send({"kind": "epoch", "epoch": self._leader.machine.epoch.to_json()})
-            if self._leader.machine.phase is c.Phase.RUNNING:
+            if self._leader.machine.phase is Phase.RUNNING:
                 peer.send({"kind": "running"})
         evidence = await self._read_peer(peer, lambda m: self._from_agent(node, m))
         if self._followers.get(node) is peer:
@@ -289,7 +291,7 @@ class Agent:
                 self._passed[led] = evidence
         candidate = next_leader(roster, set(state["gone"]) | set(self._passed))
         if candidate is None or candidate == self._id:
-            self._lead(c.Coordinator.from_json(self._settings, state))
+            self._lead(Coordinator.from_json(self._settings, state))
             assert self._leader is not None
             self._leader.version = self._state["version"]
             self._spawn(self._take_over(dict(self._passed)))
@@ -327,11 +329,11 @@ class Agent:
 
     # -- leading -----------------------------------------------------------------------------------
 
-    def _lead(self, machine: c.Coordinator) -> None:
+    def _lead(self, machine: Coordinator) -> None:
         self._addresses = {**self._state["addresses"], **self._addresses}
         self._leader = Leader(self._id, self._address, machine, self._send_to_agent, self._events, self._desk.answered)
 
-    def _leader_event(self, event: c.Event) -> None:
+    def _leader_event(self, event: e.Event) -> None:
         assert self._leader is not None
         self._leader.event(event)
 
@@ -354,10 +356,10 @@ class Agent:
     def _from_agent(self, node: str, message: dict[str, Any]) -> None:
         assert self._leader is not None
         if message["kind"] == "end":
-            self._leader.event(c.RankFatal(-1, message["message"]))
+            self._leader.event(e.RankFatal(-1, message["message"]))
             return
         if message["kind"] == "end_asked":
-            self._leader.event(c.EndAsked(message["why"]))
+            self._leader.event(e.EndAsked(message["why"]))
             return
         if message["kind"] == "seen":
             self._desk.seen(node, message)
@@ -528,7 +530,7 @@ class Agent:
         while True:
             await asyncio.sleep(0.1)
             if self._leader is not None:
-                self._leader.event(c.Tick())
+                self._leader.event(e.Tick())
             if self._epoch is not None:
                 self._overseer.tick(self._epoch.number)
             if time.monotonic() - beat > _HEARTBEAT_S:

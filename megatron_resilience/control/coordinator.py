@@ -11,28 +11,22 @@ Nothing here is asked per step. What a successor must know is :meth:`Coordinator
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_resilience.control.classification import WINDOW, Decision, Fault, Sign, classify
 from megatron_resilience.control.events import (
-    Abandon,
     Action,
     AllWait,
     Answer,
     EndAsked,
     Event,
     FallbacksKnown,
-    Hold,
     Leave,
     NodeAiling,
     NodeHoldings,
     NodeJoined,
     NodeLost,
     Note,
-    Prepare,
-    Publish,
     RankBroken,
     RankExited,
     RankFatal,
@@ -44,106 +38,22 @@ from megatron_resilience.control.events import (
     RankReady,
     RankUnkillable,
     SendPlan,
-    Stop,
-    StopAt,
     SwapAsked,
     SwitchAsked,
-    Switched,
     Tick,
 )
-from megatron_resilience.control.membership import Evidence, may_go_on
-from megatron_resilience.control.switching import Fallback, Switch, Wish, target_of
-from megatron_resilience.deadpool.recovery import Holding, plan_restore
-from megatron_resilience.errors import ConfigurationError, StateError
-from megatron_resilience.topology.epoch import Epoch
+from megatron_resilience.control.layouts import Layouts
+from megatron_resilience.control.membership import may_go_on
+from megatron_resilience.control.record import Phase
+from megatron_resilience.deadpool.recovery import plan_restore
+from megatron_resilience.errors import StateError
 
-_REMEMBERED = 5
 LEFT_EXIT = 75
 """Exit status of a job that was asked to end and saved its state: the same command goes on (sysexits' EX_TEMPFAIL)."""
-GROW_AGAIN_S = 60.0
-"""Between two attempts to go back to a larger layout."""
-FRUITLESS_LIMIT = 8
-"""Recoveries in a row without a completed step, after which the fault is not in the machines."""
 
 
-class Phase(enum.StrEnum):
-    """See the module."""
-
-    FORMING = "forming"
-    STARTING = "starting"
-    RUNNING = "running"
-    RECOVERING = "recovering"
-    FINISHING = "finishing"
-    ENDED = "ended"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the launcher fixed for the whole job.
-
-    Attributes:
-        nnodes: agents expected, spares included.
-        spares: of them.
-        nproc_per_node: ranks per node.
-        max_restarts: faults repaired before the job stops.
-        join_grace_s: how long to wait for missing spares once all slots can be filled.
-        broken_grace_s: how long a broken connection may wait for the death that explains it.
-    """
-
-    nnodes: int
-    spares: int
-    nproc_per_node: int
-    max_restarts: int = 100
-    join_grace_s: float = 10.0
-    broken_grace_s: float = 2.0
-
-    @property
-    def slots(self) -> int:
-        """Nodes that train."""
-        return self.nnodes - self.spares
-
-
-@dataclass
-class Coordinator:
-    """The state machine. Attributes other than ``settings`` are its state."""
-
-    settings: Settings
-    phase: Phase = Phase.FORMING
-    roster: dict[str, int] = field(default_factory=dict)
-    gone: dict[str, Evidence] = field(default_factory=dict)
-    domains: dict[str, str] = field(default_factory=dict)
-    epoch: Epoch | None = None
-    restarts: int = 0
-    stepped: bool = False
-    faults: dict[str, int] = field(default_factory=dict)
-    node_faults: dict[str, list[int]] = field(default_factory=dict)
-    suspects: list[str] = field(default_factory=list)
-    drained: list[str] = field(default_factory=list)
-    ailing: dict[str, str] = field(default_factory=dict)
-    replicas: int = 0
-    saves: bool = False
-    leaving: str = ""
-    recovery: dict[str, Any] | None = None
-    history: list[str] = field(default_factory=list)
-    fruitless: int = 0
-    store_node: str = ""
-    numbers: int = 0
-    switch: Switch | None = None
-    wish: Wish | None = None
-    fallbacks: dict[int, Fallback] = field(default_factory=dict)
-    grow_to: Fallback | None = None
-    grow_not_before: float = 0.0
-    _ready: set[int] = field(default_factory=set)
-    _joined: set[int] = field(default_factory=set)
-    _finished: set[int] = field(default_factory=set)
-    _exited: set[int] = field(default_factory=set)
-    _down: set[int] = field(default_factory=set)
-    _held: dict[str, tuple[Holding, ...]] = field(default_factory=dict)
-    _planned: bool = False
-    _broken_at: float | None = None
-    _broken_why: str = ""
-    _broken: set[int] = field(default_factory=set)
-    _complete_at: float | None = None
+class Coordinator(Layouts):
+    """The state machine: what nodes, ranks and people say becomes epochs and changes of layout."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """The actions that an event asks for.
@@ -176,18 +86,6 @@ class Coordinator:
             Tick: self._tick,
         }
         return handlers[type(event)](event, now)
-
-    @property
-    def alive(self) -> list[str]:
-        """Nodes that are there, in order."""
-        return sorted((n for n in self.roster if n not in self.gone), key=self.roster.__getitem__)
-
-    @property
-    def waiting_spares(self) -> list[str]:
-        """Nodes that may take a slot, in order; those that were replaced for their faults, or ail, come last."""
-        bound = self.epoch.slots if self.epoch else ()
-        free = [n for n in self.alive if n not in (*bound, *self.drained)]
-        return sorted(free, key=lambda n: n in self.suspects or n in self.ailing)
 
     # -- nodes -------------------------------------------------------------------------------------
 
@@ -242,17 +140,6 @@ class Coordinator:
         if rule.decision is Decision.STOP:
             return actions + self._stop(1, f"{what} and {rule.reason}")
         return actions + self._replace_node(event.node, what)
-
-    def _smaller(self, lost: set[str]) -> Fallback | None:
-        """The layout for the nodes that are left."""
-        assert self.epoch is not None
-        left = len([n for n in self.alive if n not in lost and n not in self.drained])
-        known = [count for count in self.fallbacks if count <= left]
-        return self.fallbacks[max(known)] if known else None
-
-    def _suspend(self, cause: str, lost: set[str]) -> list[Action]:
-        """Stops the survivors, to go on with them in a smaller layout."""
-        return self._again(cause, lost=tuple(sorted(lost)))
 
     def _replace_node(self, node: str, what: str) -> list[Action]:
         """The first waiting spare takes a node's slot."""
@@ -425,27 +312,6 @@ class Coordinator:
         self._planned = True
         return [SendPlan(plan), Note("plan", {"epoch": plan.epoch, "generation": plan.generation})]
 
-    def _maybe_shrink(self, epoch: Epoch) -> list[Action]:
-        """When the survivors have stopped: the smaller world is started, from what they and the copies they keep hold."""
-        if set(self._held) < {node for node in epoch.slots if node not in epoch.lost}:
-            return []
-        nodes = [epoch.node_of(rank) for rank in range(epoch.world_size)]
-        fallback = self._smaller(set(epoch.lost))
-        try:
-            plan = plan_restore(epoch.number, nodes, [h for held in self._held.values() for h in held])
-            if fallback is None:
-                raise ConfigurationError("no smaller layout is known for the nodes that are left")
-            left = tuple(n for n in self.alive if n not in self.drained)
-            wish = Wish(fallback.layout, fallback.ranks, left, plan.generation)
-            target = target_of(wish, epoch, [], self._next_number(), self.domains, self.replicas)
-        except (StateError, ConfigurationError) as error:
-            return self._stop(1, f"{epoch.cause}: {error}")
-        self._planned = True
-        target = replace(target, lost=(), sources=tuple(source.holder for source in plan.sources))
-        self.switch = Switch.of_survivors(target, plan)
-        self.grow_to = self.grow_to or self.fallbacks.get(len(epoch.slots))
-        return [Prepare(target), Note("preparing", {"epoch": target.number, "layout": target.layout})]
-
     def _rank_joined(self, event: RankJoined, now: float) -> list[Action]:
         if self._of_switch(event.epoch):
             assert self.switch is not None
@@ -504,100 +370,6 @@ class Coordinator:
     def _rank_fatal(self, event: RankFatal, now: float) -> list[Action]:
         return self._abandon(event.error) if self._of_switch(event.epoch) else self._stop(1, event.error)
 
-    # -- changes of layout -------------------------------------------------------------------------
-
-    def _switch_asked(self, event: SwitchAsked, now: float) -> list[Action]:
-        wish = event.wish
-
-        def refused(why: str) -> list[Action]:
-            answer: list[Action] = [Answer(event.ticket, False, why)] if event.ticket else []
-            return [Note("switch_refused", {"layout": wish.layout, "why": why}), *answer]
-
-        if self.switch is not None:
-            return refused("another change is under way")
-        if self.leaving or self.phase in (Phase.FINISHING, Phase.FORMING):
-            return refused("the job ends" if self.leaving else f"the job is {self.phase}")
-        if self.phase is not Phase.RUNNING:
-            if event.ticket:
-                return refused("the job recovers: ask again when it trains")
-            self.wish = wish
-            return []
-        assert self.epoch is not None
-        try:
-            target = target_of(wish, self.epoch, self.waiting_spares, self._next_number(), self.domains, self.replicas)
-        except ConfigurationError as error:
-            return refused(str(error))
-        self.switch = Switch(target, wish.at, now)
-        actions: list[Action] = [Prepare(target), Note("preparing", {"epoch": target.number, "layout": wish.layout})]
-        if event.ticket:
-            actions.append(Answer(event.ticket, True, target.cause, target.number))
-        return actions if self.switch.asap else [*actions, Hold()]
-
-    def _fallbacks_known(self, event: FallbacksKnown, now: float) -> list[Action]:
-        if self._is_current(event.epoch):
-            self.fallbacks = dict(event.layouts)
-        return []
-
-    def _rank_held(self, event: RankHeld, now: float) -> list[Action]:
-        if self.switch is None or event.epoch != self.switch.before.number:
-            return []
-        agreed = self.switch.held(event.rank, event.limit)
-        return [] if agreed is None else [StopAt(agreed), Note("switch_agreed", {"generation": agreed})]
-
-    def _rank_prepared(self, event: RankPrepared, now: float) -> list[Action]:
-        if not self._of_switch(event.epoch):
-            return []
-        assert self.switch is not None
-        if not self.switch.ready(event.rank):
-            return []
-        actions: list[Action] = [Note("prepared", {"epoch": event.epoch})]
-        return actions + ([Hold()] if self.switch.asap else self._maybe_move(now))
-
-    def _rank_parked(self, event: RankParked, now: float) -> list[Action]:
-        if self.switch is None or event.epoch != self.switch.before.number:
-            return []
-        self.switch.park(event.rank, event.generation, event.slot)
-        self.switch.since = now
-        return self._maybe_move(now)
-
-    def _maybe_move(self, now: float) -> list[Action]:
-        assert self.switch is not None
-        plan = self.switch.plan()
-        if plan is None:
-            return []
-        self.switch.since = now
-        return [SendPlan(plan), Note("moving", {"epoch": plan.epoch, "generation": plan.generation})]
-
-    def _take_next(self) -> list[Action]:
-        """The point of no return: the new world holds everything, and copies of it on other nodes."""
-        assert self.switch is not None
-        target, self.switch = self.switch.target, None
-        if self.grow_to is not None and self.grow_to.layout == target.layout:
-            self.grow_to = None
-        self.phase, self.fallbacks = Phase.RUNNING, {}
-        self.epoch = replace(target, before=None, sources=())
-        self._joined = set(range(target.world_size))
-        self._ready, self._finished, self._exited, self._down = set(), set(), set(), set()
-        self._broken_at, self._broken, self._planned = None, set(), True
-        return [Switched(self.epoch), Note("switched", {"epoch": target.number, "layout": target.layout})]
-
-    def _abandon(self, why: str) -> list[Action]:
-        if self.switch is None:
-            return []
-        layout, self.switch = self.switch.target.layout, None
-        actions: list[Action] = [Abandon(why), Note("switch_abandoned", {"layout": layout, "why": why})]
-        if self.epoch is not None and self.epoch.lost and why != self.epoch.cause:
-            # There is no old layout to go on in: once more.
-            return actions + self._suspend(why, set(self.epoch.lost))
-        return actions
-
-    def _of_switch(self, epoch: int) -> bool:
-        return self.switch is not None and epoch == self.switch.target.number
-
-    def _next_number(self) -> int:
-        self.numbers = max(self.numbers, self.epoch.number if self.epoch else 0) + 1
-        return self.numbers
-
     def _tick(self, event: Tick, now: float) -> list[Action]:
         grace = self.settings.join_grace_s
         if self.phase is Phase.FORMING and self._complete_at is not None and now - self._complete_at > grace:
@@ -609,146 +381,3 @@ class Coordinator:
         if self.switch is not None and (late := self.switch.overdue(now)):
             return self._abandon(late)
         return self._maybe_grow(now)
-
-    def _maybe_grow(self, now: float) -> list[Action]:
-        """Back to the layout that a loss made smaller, when there are nodes for it again."""
-        if self.grow_to is None or self.phase is not Phase.RUNNING or self.switch is not None or self.epoch is None:
-            return []
-        nodes = -(-self.grow_to.ranks // self.settings.nproc_per_node)
-        if now < self.grow_not_before or len(self.epoch.slots) + len(self.waiting_spares) < nodes:
-            return []
-        self.grow_not_before = now + GROW_AGAIN_S
-        return self._switch_asked(SwitchAsked(Wish(self.grow_to.layout, self.grow_to.ranks)), now)
-
-    # -- epochs ------------------------------------------------------------------------------------
-
-    def _start(self, why: str) -> list[Action]:
-        slots = tuple(self.alive[: self.settings.slots])
-        return self._publish(Epoch(1, why, slots, self.settings.nproc_per_node, fresh=True))
-
-    def _again(
-        self,
-        cause: str,
-        slots: tuple[str, ...] | None = None,
-        newcomers: tuple[int, ...] = (),
-        fresh: bool = False,
-        lost: tuple[str, ...] = (),
-    ) -> list[Action]:
-        assert self.epoch is not None
-        self.restarts += 1
-        self.fruitless += 1
-        before = f"; before that: {'; '.join(self.history)}" if self.history else ""
-        self.history = [*self.history, f"[{self.epoch.number + 1}] {cause}"][-_REMEMBERED:]
-        if self.fruitless > FRUITLESS_LIMIT:
-            return self._stop(
-                1, f"{cause}; {FRUITLESS_LIMIT} recoveries in a row did not lead to a completed step{before}"
-            )
-        if self.restarts > self.settings.max_restarts:
-            return self._stop(
-                1,
-                f"{cause}; {self.settings.max_restarts} faults were repaired before (--max-restarts), now the job stops{before}",
-            )
-        return self._next(cause, slots, newcomers, fresh, lost)
-
-    def _next(
-        self,
-        cause: str,
-        slots: tuple[str, ...] | None,
-        newcomers: tuple[int, ...],
-        fresh: bool = False,
-        lost: tuple[str, ...] = (),
-    ) -> list[Action]:
-        """The next epoch."""
-        assert self.epoch is not None
-        begun = self.phase not in (Phase.STARTING, Phase.FORMING)
-        # Ranks that were new in an epoch that nobody finished are still new.
-        waiting = self.epoch.newcomers if self.phase is Phase.RECOVERING else ()
-        return self._publish(
-            replace(
-                self.epoch,
-                number=self._next_number(),
-                cause=cause,
-                before=None,
-                slots=slots or self.epoch.slots,
-                fresh=fresh or not begun,
-                lost=lost or self.epoch.lost,
-                newcomers=tuple(sorted({*newcomers, *waiting})),
-            )
-        )
-
-    def _publish(self, epoch: Epoch) -> list[Action]:
-        epoch = replace(epoch, domains=tuple(self.domains[node] for node in epoch.slots))
-        self.epoch = epoch
-        self.phase = Phase.STARTING if epoch.fresh else Phase.RECOVERING
-        self._ready, self._joined, self._finished, self._exited = set(), set(), set(), set()
-        self._held, self._planned, self._broken_at, self._broken = {}, False, None, set()
-        return [
-            *self._abandon(epoch.cause),
-            Publish(epoch),
-            Note("epoch", {"epoch": epoch.number, "cause": epoch.cause}),
-        ]
-
-    def _stop(self, status: int, message: str) -> list[Action]:
-        self.phase, self.switch = Phase.ENDED, None
-        return [Stop(status, message), Note("stopped", {"status": status, "message": message})]
-
-    def _is_current(self, epoch: int) -> bool:
-        return self.epoch is not None and self.epoch.number == epoch
-
-    # -- succession --------------------------------------------------------------------------------
-
-    def to_json(self) -> dict[str, Any]:
-        """What a successor must know; the rest every agent tells it again."""
-        return {
-            "phase": self.phase.value,
-            "roster": self.roster,
-            "gone": {n: e.value for n, e in self.gone.items()},
-            "domains": self.domains,
-            "epoch": self.epoch.to_json() if self.epoch else None,
-            "restarts": self.restarts,
-            "stepped": self.stepped,
-            "faults": self.faults,
-            "node_faults": self.node_faults,
-            "suspects": self.suspects,
-            "drained": self.drained,
-            "ailing": self.ailing,
-            "replicas": self.replicas,
-            "saves": self.saves,
-            "leaving": self.leaving,
-            "recovery": self.recovery,
-            "history": self.history,
-            "fruitless": self.fruitless,
-            "store_node": self.store_node,
-            "numbers": self.numbers,
-            "fallbacks": {n: [f.layout, f.ranks] for n, f in self.fallbacks.items()},
-            "grow_to": [self.grow_to.layout, self.grow_to.ranks] if self.grow_to else None,
-        }
-
-    @classmethod
-    def from_json(cls, settings: Settings, data: dict[str, Any]) -> Coordinator:
-        """A successor, from :meth:`to_json`'s object."""
-        return cls(
-            settings,
-            phase=Phase(data["phase"]),
-            roster=dict(data["roster"]),
-            gone={n: Evidence(e) for n, e in data["gone"].items()},
-            domains=dict(data["domains"]),
-            epoch=Epoch.from_json(data["epoch"]) if data["epoch"] else None,
-            restarts=data["restarts"],
-            stepped=data["stepped"],
-            faults=dict(data["faults"]),
-            node_faults={n: list(g) for n, g in data["node_faults"].items()},
-            suspects=list(data["suspects"]),
-            drained=list(data["drained"]),
-            ailing=dict(data["ailing"]),
-            replicas=data["replicas"],
-            saves=data["saves"],
-            leaving=data["leaving"],
-            recovery=data["recovery"],
-            history=list(data["history"]),
-            fruitless=data["fruitless"],
-            store_node=data["store_node"],
-            numbers=data["numbers"],
-            fallbacks={int(n): Fallback(*f) for n, f in data["fallbacks"].items()},
-            grow_to=Fallback(*data["grow_to"]) if data["grow_to"] else None,
-        )

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_resilience.control import coordinator as c
+from megatron_resilience.control import events as e
+from megatron_resilience.control.coordinator import Coordinator
 from megatron_resilience.control.hang import Finding, Standing
 from megatron_resilience.control.membership import Evidence
+from megatron_resilience.control.record import Phase
 from megatron_resilience.control.survey import Surveys
 from megatron_resilience.control.switching import Fallback, Wish
 from megatron_resilience.deadpool.recovery import Holding
@@ -37,10 +39,10 @@ class Leader:
         self,
         node: str,
         address: str,
-        machine: c.Coordinator,
+        machine: Coordinator,
         send: Callable[[str, dict[str, Any]], None],
         events: EventLog,
-        answer: Callable[[c.Answer], None],
+        answer: Callable[[e.Answer], None],
     ) -> None:
         self.machine = machine
         self.node = node
@@ -62,9 +64,9 @@ class Leader:
         self._surveys = Surveys()
         self.result: tuple[int, str] | None = None
 
-    def event(self, event: c.Event) -> None:
+    def event(self, event: e.Event) -> None:
         """Feeds the machine and carries out what it asks for."""
-        if isinstance(event, (c.NodeLost, c.RankExited, c.RankBroken, c.AllWait)) and self._evidence_at is None:
+        if isinstance(event, (e.NodeLost, e.RankExited, e.RankBroken, e.AllWait)) and self._evidence_at is None:
             self._evidence_at = time.time()
         self._carry_out(self.machine.handle(event, time.monotonic()))
 
@@ -72,19 +74,19 @@ class Leader:
         """A message of an agent about one of its ranks."""
         kind, rank = message["kind"], message.get("rank", -1)
         if kind == "ready":
-            self.event(c.RankReady(rank, message["epoch"]))
+            self.event(e.RankReady(rank, message["epoch"]))
         elif kind == "holdings":
             self._newest = max(self._newest, message["newest"])
             held = tuple(Holding(r, g, s, h, node) for r, g, s, h in message["holdings"])
-            self.event(c.NodeHoldings(node, message["epoch"], held))
+            self.event(e.NodeHoldings(node, message["epoch"], held))
         elif kind == "exited":
             status, generation, hung = message["status"], message["generation"], message["hung"]
-            self.event(c.RankExited(node, rank, message["epoch"], status, generation, hung))
+            self.event(e.RankExited(node, rank, message["epoch"], status, generation, hung))
         elif kind == "ailing":
             say(f"node {node}: {message['why']}")
-            self.event(c.NodeAiling(node, message["why"]))
+            self.event(e.NodeAiling(node, message["why"]))
         elif kind == "unkillable":
-            self.event(c.RankUnkillable(node, rank))
+            self.event(e.RankUnkillable(node, rank))
         elif kind == "stalled":
             self._stalled(message["epoch"])
         elif kind == "standings":
@@ -92,29 +94,29 @@ class Leader:
         elif kind == "joined":
             self._resumed = message["generation"]
             saves = message["saves"]
-            self.event(c.RankJoined(rank, message["epoch"], message["generation"], message["replicas"], saves))
+            self.event(e.RankJoined(rank, message["epoch"], message["generation"], message["replicas"], saves))
         elif kind == "broken":
             self._events.write("broken", rank=rank, error=message["error"])
-            self.event(c.RankBroken(rank, message.get("epoch", 0), message["error"]))
+            self.event(e.RankBroken(rank, message.get("epoch", 0), message["error"]))
         elif kind == "finished":
-            self.event(c.RankFinished(rank, message["epoch"]))
+            self.event(e.RankFinished(rank, message["epoch"]))
         elif kind == "fatal":
-            self.event(c.RankFatal(rank, message["error"], message["epoch"]))
+            self.event(e.RankFatal(rank, message["error"], message["epoch"]))
         elif kind == "wish":
             nodes, order = tuple(message["nodes"]), tuple(message["order"])
             wish = Wish(message["layout"], message["ranks"], nodes, message["at"], order)
-            self.event(c.SwitchAsked(wish))
+            self.event(e.SwitchAsked(wish))
         elif kind == "fallbacks":
             known = {int(nodes): Fallback(*layout) for nodes, layout in message["layouts"].items()}
-            self.event(c.FallbacksKnown(message["epoch"], known))
+            self.event(e.FallbacksKnown(message["epoch"], known))
         elif kind == "held":
-            self.event(c.RankHeld(rank, message["epoch"], message["limit"]))
+            self.event(e.RankHeld(rank, message["epoch"], message["limit"]))
         elif kind == "prepared":
             self._switching.prepared(message)
-            self.event(c.RankPrepared(rank, message["epoch"]))
+            self.event(e.RankPrepared(rank, message["epoch"]))
         elif kind == "parked":
             self._switching.parked(message)
-            self.event(c.RankParked(rank, message["epoch"], message["generation"], message["slot"]))
+            self.event(e.RankParked(rank, message["epoch"], message["generation"], message["slot"]))
         elif kind == "stepped":
             self._stepped(rank, message)
         else:
@@ -174,7 +176,7 @@ class Leader:
 
     def _stalled(self, number: int) -> None:
         epoch = self.machine.epoch
-        if epoch is None or epoch.number != number or self.machine.phase is not c.Phase.RUNNING:
+        if epoch is None or epoch.number != number or self.machine.phase is not Phase.RUNNING:
             return
         if self._surveys.begin(epoch.slots, time.monotonic()):
             for node in epoch.slots:
@@ -195,50 +197,50 @@ class Leader:
                 self._send(epoch.node_of(rank), message)
         elif verdict.finding in (Finding.ALL_WAIT, Finding.UNCLEAR):
             self._broadcast({"kind": "save_stacks", "why": verdict.finding.value})
-            self.event(c.AllWait(epoch.number, verdict.finding.value))
+            self.event(e.AllWait(epoch.number, verdict.finding.value))
         elif verdict.finding is Finding.SLOW:
             say(f"a step takes longer than --deadpool-hang-timeout: {verdict.finding.value}")
 
-    def _carry_out(self, actions: list[c.Action]) -> None:
-        publish = next((a for a in actions if isinstance(a, c.Publish)), None)
+    def _carry_out(self, actions: list[e.Action]) -> None:
+        publish = next((a for a in actions if isinstance(a, e.Publish)), None)
         if publish is not None:
             self._publish(publish.epoch)
         self._share_state()
         for action in actions:
-            if isinstance(action, c.Publish):
+            if isinstance(action, e.Publish):
                 say(f"epoch {action.epoch.number}: {action.epoch.cause}")
                 assert self.machine.epoch is not None
                 self._broadcast({"kind": "epoch", "epoch": self.machine.epoch.to_json()})
-            elif isinstance(action, c.Prepare):
+            elif isinstance(action, e.Prepare):
                 self._prepare(action.epoch)
-            elif isinstance(action, c.Hold):
+            elif isinstance(action, e.Hold):
                 self._broadcast({"kind": "hold"})
-            elif isinstance(action, c.StopAt):
+            elif isinstance(action, e.StopAt):
                 self._broadcast({"kind": "stop_at", "generation": action.generation})
-            elif isinstance(action, c.Abandon):
+            elif isinstance(action, e.Abandon):
                 self._next_store = None
                 say(f"the change of layout is given up, training goes on as it was: {action.why}")
                 self._broadcast({"kind": "abandon"})
-            elif isinstance(action, c.Switched):
+            elif isinstance(action, e.Switched):
                 self._times, self._taken = {}, self._switching
                 self._store, self._next_store = self._next_store, None
                 self.machine.store_node = self.node
                 self._broadcast({"kind": "switched", "epoch": action.epoch.to_json()})
-            elif isinstance(action, c.SendPlan):
+            elif isinstance(action, e.SendPlan):
                 self._switching.moving()
                 self._broadcast({"kind": "plan", "plan": action.plan.to_json()})
-            elif isinstance(action, c.Leave):
+            elif isinstance(action, e.Leave):
                 say(f"{action.why}: a checkpoint is saved at the end of this step, and the job ends")
                 self._broadcast({"kind": "leave", "why": action.why})
-            elif isinstance(action, c.Answer):
+            elif isinstance(action, e.Answer):
                 self._answer(action)
-            elif isinstance(action, c.Note):
+            elif isinstance(action, e.Note):
                 self._events.write(action.kind, **action.fields)
                 if action.kind in ("running", "switched"):
                     self._broadcast({"kind": "running"})
                 elif action.kind == "switch_refused":
                     say(f"the change to {action.fields['layout']} is refused: {action.fields['why']}")
-            elif isinstance(action, c.Stop):
+            elif isinstance(action, e.Stop):
                 self.result = (action.status, action.message)
                 self._broadcast({"kind": "stop", "status": action.status, "message": action.message})
 
@@ -280,4 +282,4 @@ class Leader:
 
     def lost(self, node: str, evidence: Evidence) -> None:
         """An agent is gone."""
-        self.event(c.NodeLost(node, evidence))
+        self.event(e.NodeLost(node, evidence))

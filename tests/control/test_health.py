@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_resilience.control import coordinator as c
+from megatron_resilience.control import events as e
+from megatron_resilience.control.coordinator import Coordinator
 from megatron_resilience.control.health import Reading, judge
 from megatron_resilience.control.membership import Evidence
 from tests.control.test_coordinator import SETTINGS, act, joined, only, running
@@ -42,23 +43,23 @@ def test_nothing_is_wrong():
 
 def test_a_node_that_ails_is_left_for_a_spare_before_it_takes_ranks_down():
     machine = running()
-    epoch = only(act(machine, c.NodeAiling("b", "XID 79")), c.Publish).epoch
+    epoch = only(act(machine, e.NodeAiling("b", "XID 79")), e.Publish).epoch
     assert epoch.slots == ("a", "c") and "XID 79" in epoch.cause
-    assert act(machine, c.NodeAiling("b", "XID 79")) == [], "it is known"
+    assert act(machine, e.NodeAiling("b", "XID 79")) == [], "it is known"
 
 
 def test_without_a_healthy_spare_training_goes_on():
     machine = running()
-    act(machine, c.NodeAiling("c", "lost"))
-    actions = act(machine, c.NodeAiling("b", "XID 79"))
-    assert not [a for a in actions if isinstance(a, (c.Publish, c.Stop))]
-    heir = c.Coordinator.from_json(SETTINGS, machine.to_json())
-    epoch = only(act(heir, c.NodeJoined("d", 3), c.NodeLost("a", Evidence.CLOSED)), c.Publish).epoch
+    act(machine, e.NodeAiling("c", "lost"))
+    actions = act(machine, e.NodeAiling("b", "XID 79"))
+    assert not [a for a in actions if isinstance(a, (e.Publish, e.Stop))]
+    heir = Coordinator.from_json(SETTINGS, machine.to_json())
+    epoch = only(act(heir, e.NodeJoined("d", 3), e.NodeLost("a", Evidence.CLOSED)), e.Publish).epoch
     assert epoch.slots == ("d", "b"), "the healthy spare first"
 
 
 def test_news_during_a_recovery_waits_for_its_end():
     machine = running(replace(SETTINGS, nnodes=4, spares=2))
-    act(machine, c.NodeLost("a", Evidence.CLOSED))
-    assert not [a for a in act(machine, c.NodeAiling("b", "XID 48")) if isinstance(a, c.Publish)]
-    assert only(act(machine, *joined(2, 4)), c.Publish).epoch.slots == ("c", "d")
+    act(machine, e.NodeLost("a", Evidence.CLOSED))
+    assert not [a for a in act(machine, e.NodeAiling("b", "XID 48")) if isinstance(a, e.Publish)]
+    assert only(act(machine, *joined(2, 4)), e.Publish).epoch.slots == ("c", "d")

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from megatron_resilience.control import coordinator as c
+from megatron_resilience.control import events as e
+from megatron_resilience.control.coordinator import Coordinator
 from megatron_resilience.control.membership import Evidence
 from megatron_resilience.control.status import find_node, status, text
 from megatron_resilience.errors import ConfigurationError
@@ -34,7 +35,7 @@ def test_one_rank_that_is_unprotected_is_enough():
 
 def test_nodes_that_do_not_answer_are_shown():
     machine = running()
-    act(machine, c.NodeLost("b", Evidence.CLOSED))
+    act(machine, e.NodeLost("b", Evidence.CLOSED))
     now = status(machine, "a", {"a": SEEN["a"]})
     assert [slot["answered"] for slot in now["slots"]] == [True, False]
     assert now["gone"] == {"b": "connection closed"}
@@ -43,19 +44,19 @@ def test_nodes_that_do_not_answer_are_shown():
 
 
 def test_people_read_it_at_every_stage():
-    assert "forming" in text(status(c.Coordinator(running().settings), "a", {}))
+    assert "forming" in text(status(Coordinator(running().settings), "a", {}))
     machine = running()
-    act(machine, c.SwapAsked("a", drain=True), *joined(2, 5))
+    act(machine, e.SwapAsked("a", drain=True), *joined(2, 5))
     record = {"epoch": 2, "cause": "x", "generation": 5, "steps_again": 0, "seconds": {"detect": 0.5}, "at": 0.0}
     machine.recovered(record)
-    heir = c.Coordinator.from_json(machine.settings, machine.to_json())
+    heir = Coordinator.from_json(machine.settings, machine.to_json())
     said = text(status(heir, "c", {}))
     assert "drained: a" in said and "epoch 2: x; from generation 5" in said
 
 
 def test_a_node_that_ails_is_shown():
     machine = running()
-    act(machine, c.NodeAiling("c", "device 0: lost"), c.NodeAiling("a", "device 3: XID 79"))
+    act(machine, e.NodeAiling("c", "device 0: lost"), e.NodeAiling("a", "device 3: XID 79"))
     said = text(status(machine, "a", SEEN))
     assert "AILING: device 3: XID 79" in said and "c (4 ranks prepared, ailing: device 0: lost)" in said
 
