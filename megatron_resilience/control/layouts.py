@@ -137,6 +137,12 @@ class Layouts(Epochs):
         known = [count for count in self.fallbacks if count <= left]
         return self.fallbacks[max(known)] if known else None
 
+    @property
+    def smaller_by_one(self) -> str | None:
+        """The layout after the loss of a node that nobody replaces; None where that is the end."""
+        known = [count for count in self.fallbacks if count < len(self.epoch.slots if self.epoch else ())]
+        return self.fallbacks[max(known)].layout if known else None
+
     def _suspend(self, cause: str, lost: set[str]) -> list[Action]:
         """Stops the survivors, to go on with them in a smaller layout."""
         return self._again(cause, lost=tuple(sorted(lost)))

@@ -36,7 +36,8 @@ def status(machine: Coordinator, leader: str, seen: Mapping[str, Mapping[str, An
         ``phase``; ``epoch``, ``cause``; ``generation``: the newest that a rank has reached; ``protected``: the newest that
         outlives its nodes, None when there is none; ``lag``: the difference; ``slots``, ``spares``, ``drained``, ``gone``;
         ``restarts`` of ``max_restarts``; ``recovery``: the last, or None; ``leaving``: why it ends soon, or "";
-        ``layout``: None while it is the command line's; ``switch``: the layout that is being prepared, or None.
+        ``layout``: None while it is the command line's; ``switch``: the layout that is being prepared, or None;
+        ``smaller``: the layout after the loss of one node without a spare, None where that ends the job.
     """
     epoch = machine.epoch
     slots = epoch.slots if epoch else ()
@@ -73,6 +74,7 @@ def status(machine: Coordinator, leader: str, seen: Mapping[str, Mapping[str, An
         "recovery": machine.recovery,
         "leaving": machine.leaving,
         "layout": (epoch.layout if epoch else "") or None,
+        "smaller": machine.smaller_by_one,
         "switch": machine.switch.target.layout if machine.switch else None,
     }
 
@@ -104,7 +106,8 @@ def text(now: Mapping[str, Any]) -> str:
         lines.append(f"{slot['slot']:>4}  {slot['node']:<24}  {span:<8}  {here}{ails}")
     lines.append("")
     spares = [_spare(spare) for spare in now["spares"]]
-    lines.append(f"spares: {', '.join(spares) if spares else 'none, the next loss of a node ends the job'}")
+    then = f"makes the layout {now['smaller']}" if now["smaller"] else "ends the job"
+    lines.append(f"spares: {', '.join(spares) if spares else f'none, the next loss of a node {then}'}")
     if now["drained"]:
         lines.append(f"drained: {', '.join(now['drained'])}")
     if now["gone"]:

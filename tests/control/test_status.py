@@ -8,6 +8,7 @@ from megatron_resilience.control import events as e
 from megatron_resilience.control.coordinator import Coordinator
 from megatron_resilience.control.membership import Evidence
 from megatron_resilience.control.status import find_node, status, text
+from megatron_resilience.control.switching import Fallback
 from megatron_resilience.errors import ConfigurationError
 from tests.control.test_coordinator import act, joined, running
 
@@ -52,6 +53,14 @@ def test_people_read_it_at_every_stage():
     heir = Coordinator.from_json(machine.settings, machine.to_json())
     said = text(status(heir, "c", {}))
     assert "drained: a" in said and "epoch 2: x; from generation 5" in said
+
+
+def test_what_the_next_loss_would_be_is_said():
+    machine = running()
+    act(machine, e.NodeLost("c", Evidence.CLOSED))
+    assert "none, the next loss of a node ends the job" in text(status(machine, "a", SEEN))
+    act(machine, e.FallbacksKnown(machine.epoch.number, ((1, Fallback("TP2", 2)),)))
+    assert "none, the next loss of a node makes the layout TP2" in text(status(machine, "a", SEEN))
 
 
 def test_a_node_that_ails_is_shown():
