@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the parallel layout and the number of ranks change while the job trains (with --deadpool)",
     )
     group.add_argument(
+        "--hotswap-exclusive-memory",
+        action="store_true",
+        help="where both layouts' tensors do not fit on the device together: the old ones leave it before the new layout's "
+        "processes start, and come back if the change fails; training stands still meanwhile",
+    )
+    group.add_argument(
         "--hotswap-fallbacks",
         metavar="LAYOUTS",
         help="with --deadpool-on-no-spare shrink: layouts to try in this order, as `TP2 PP2 DP2, TP2 DP2` (default: TP is kept "
@@ -72,10 +78,10 @@ def config_from(args: argparse.Namespace) -> DeadpoolConfig | None:
     Raises:
         ConfigurationError: names the flag or file at fault.
     """
-    for flag in ("schedule", "fallbacks"):
-        if getattr(args, f"hotswap_{flag}") is not None and not args.hotswap_parallelism:
+    for flag in ("schedule", "fallbacks", "exclusive_memory"):
+        if getattr(args, f"hotswap_{flag}") not in (None, False) and not args.hotswap_parallelism:
             raise ConfigurationError(
-                f"--hotswap-{flag} does nothing without --hotswap-parallelism: add it, or leave both out"
+                f"--hotswap-{flag.replace('_', '-')} does nothing without --hotswap-parallelism: add it, or leave both out"
             )
     if args.hotswap_parallelism and not args.deadpool:
         raise ConfigurationError(

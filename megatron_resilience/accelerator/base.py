@@ -55,6 +55,10 @@ class Accelerator(ABC):
         """Blocks the host until all work queued on the device is done."""
 
     @abstractmethod
+    def release_cached(self) -> None:
+        """Gives memory that no tensor uses back to the device, for other processes."""
+
+    @abstractmethod
     def pinned_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised host tensor of ``shape`` that the device can copy into asynchronously."""
 

@@ -320,7 +320,7 @@ class Coordinator(Layouts):
             return []
         assert self.epoch is not None
         self._joined.add(event.rank)
-        self.replicas, self.saves = event.replicas, event.saves
+        self.replicas, self.saves, self.exclusive = event.replicas, event.saves, event.exclusive
         if len(self._joined) < self.epoch.world_size:
             return []
         self.phase = Phase.RUNNING

@@ -69,7 +69,7 @@ class NodeHoldings:
 class RankJoined:
     """A rank committed to an epoch and trains from ``generation``, with ``replicas`` copies on other nodes.
 
-    ``saves``: told to leave, it saves a checkpoint first.
+    ``saves``: told to leave, it saves a checkpoint first. ``exclusive``: its device has no room for two layouts.
     """
 
     rank: int
@@ -77,6 +77,7 @@ class RankJoined:
     generation: int
     replicas: int = 1
     saves: bool = False
+    exclusive: bool = False
 
 
 @dataclass(frozen=True)

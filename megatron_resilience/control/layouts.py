@@ -58,11 +58,16 @@ class Layouts(Epochs):
             target = target_of(wish, self.epoch, self.waiting_spares, self._next_number(), self.domains, self.replicas)
         except ConfigurationError as error:
             return refused(str(error))
-        self.switch = Switch(target, wish.at, now)
-        actions: list[Action] = [Prepare(target), Note("preparing", {"epoch": target.number, "layout": wish.layout})]
+        self.switch = Switch(target, wish.at, now, self.exclusive)
+        actions: list[Action] = [] if self.exclusive else self._prepare()
         if event.ticket:
             actions.append(Answer(event.ticket, True, target.cause, target.number))
         return actions if self.switch.asap else [*actions, Hold()]
+
+    def _prepare(self) -> list[Action]:
+        assert self.switch is not None
+        target = self.switch.target
+        return [Prepare(target), Note("preparing", {"epoch": target.number, "layout": target.layout})]
 
     def _rank_held(self, event: RankHeld, now: float) -> list[Action]:
         if self.switch is None or event.epoch != self.switch.before.number:
@@ -82,9 +87,9 @@ class Layouts(Epochs):
     def _rank_parked(self, event: RankParked, now: float) -> list[Action]:
         if self.switch is None or event.epoch != self.switch.before.number:
             return []
-        self.switch.park(event.rank, event.generation, event.slot)
+        last = self.switch.park(event.rank, event.generation, event.slot)
         self.switch.since = now
-        return self._maybe_move(now)
+        return self._prepare() if last and self.exclusive else self._maybe_move(now)
 
     def _maybe_move(self, now: float) -> list[Action]:
         assert self.switch is not None
@@ -166,7 +171,7 @@ class Layouts(Epochs):
         target = replace(target, lost=(), sources=tuple(source.holder for source in plan.sources))
         self.switch = Switch.of_survivors(target, plan)
         self.grow_to = self.grow_to or self.fallbacks.get(len(epoch.slots))
-        return [Prepare(target), Note("preparing", {"epoch": target.number, "layout": target.layout})]
+        return self._prepare()
 
     def _maybe_grow(self, now: float) -> list[Action]:
         """Back to the layout that a loss made smaller, when there are nodes for it again."""

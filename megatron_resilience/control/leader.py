@@ -93,8 +93,8 @@ class Leader:
             self._standings(node, message["survey"], [Standing(*s) for s in message["standings"]])
         elif kind == "joined":
             self._resumed = message["generation"]
-            saves = message["saves"]
-            self.event(e.RankJoined(rank, message["epoch"], message["generation"], message["replicas"], saves))
+            said = {name: message[name] for name in ("epoch", "generation", "replicas", "saves", "exclusive")}
+            self.event(e.RankJoined(rank, **said))
         elif kind == "broken":
             self._events.write("broken", rank=rank, error=message["error"])
             self.event(e.RankBroken(rank, message.get("epoch", 0), message["error"]))
@@ -214,6 +214,7 @@ class Leader:
             elif isinstance(action, e.Prepare):
                 self._prepare(action.epoch)
             elif isinstance(action, e.Hold):
+                self._time_switch()
                 self._broadcast({"kind": "hold"})
             elif isinstance(action, e.StopAt):
                 self._broadcast({"kind": "stop_at", "generation": action.generation})
@@ -263,11 +264,18 @@ class Leader:
         store = (self._address, self._next_store.port)
         assert self.machine.switch is not None
         self.machine.switch.target = replace(epoch, store=store, token=secrets.token_hex(16))
-        self._switching = SwitchTimes(epoch.number)
+        self._time_switch()
+        self._switching.preparing()
         if epoch.before is not None and epoch.before.lost:
             self._switching.lost(self._evidence_at or time.time())
         say(f"epoch {epoch.number} is being prepared: {epoch.cause}")
         self._broadcast({"kind": "prepare", "epoch": self.machine.switch.target.to_json()})
+
+    def _time_switch(self) -> None:
+        assert self.machine.switch is not None
+        number = self.machine.switch.target.number
+        if self._switching.number != number:
+            self._switching = SwitchTimes(number)
 
     def _share_state(self) -> None:
         state = self.machine.to_json()

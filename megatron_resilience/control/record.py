@@ -68,6 +68,7 @@ class Record:
     ailing: dict[str, str] = field(default_factory=dict)
     replicas: int = 0
     saves: bool = False
+    exclusive: bool = False
     leaving: str = ""
     recovery: dict[str, Any] | None = None
     history: list[str] = field(default_factory=list)
@@ -122,6 +123,7 @@ class Record:
             "ailing": self.ailing,
             "replicas": self.replicas,
             "saves": self.saves,
+            "exclusive": self.exclusive,
             "leaving": self.leaving,
             "recovery": self.recovery,
             "history": self.history,
@@ -151,6 +153,7 @@ class Record:
             ailing=dict(data["ailing"]),
             replicas=data["replicas"],
             saves=data["saves"],
+            exclusive=data["exclusive"],
             leaving=data["leaving"],
             recovery=data["recovery"],
             history=list(data["history"]),

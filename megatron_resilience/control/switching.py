@@ -5,6 +5,8 @@
     asked → preparing (training goes on) → parked at an agreed generation → moving → done
                  any loss, or too long a wait: given up, and the old world goes on
 
+Where a device has no room for both worlds' tensors, the old world parks first, and the new one is prepared then.
+
 The generation is agreed without stopping anybody: each rank names the first generation that it will not train beyond
 without further word (the end of the step that it is in); the largest of these, or the wanted one if that is later, is
 where all stop. Nobody can have entered that step, and nobody waits for a step that nobody takes.
@@ -119,11 +121,13 @@ class Switch:
         stop_at: agreed generation.
         moving: the plan is out.
         since: when the present wait began.
+        exclusive: the old world parks before the new one is prepared.
     """
 
     target: Epoch
     at: int
     since: float
+    exclusive: bool = False
     stop_at: int | None = None
     moving: bool = False
     limits: dict[int, int] = field(default_factory=dict)
@@ -148,7 +152,7 @@ class Switch:
     @property
     def asap(self) -> bool:
         """Whether the stop is agreed only when the new world is ready."""
-        return self.at == 0 and not self._sources
+        return self.at == 0 and not self._sources and not self.exclusive
 
     def held(self, rank: int, limit: int) -> int | None:
         """A rank named the generation that it will not pass; returns the agreed one when all have."""
@@ -163,13 +167,14 @@ class Switch:
         self.prepared.add(rank)
         return self._all_prepared
 
-    def park(self, rank: int, generation: int, slot: int) -> None:
-        """A rank of the old world stands still, its state sealed."""
+    def park(self, rank: int, generation: int, slot: int) -> bool:
+        """A rank of the old world stands still, its state sealed; whether it was the last."""
         self.parked[rank] = (generation, slot)
+        return self._all_parked
 
     def plan(self) -> RestorePlan | None:
         """What moves, once all old ranks are parked and all new ones are prepared; once."""
-        whole = (self._sources or len(self.parked) == self.before.world_size) and self._all_prepared
+        whole = (self._sources or self._all_parked) and self._all_prepared
         if self.moving or not whole:
             return None
         if self._sources:
@@ -186,6 +191,10 @@ class Switch:
         return len(self.joined) == self.target.world_size
 
     @property
+    def _all_parked(self) -> bool:
+        return len(self.parked) == self.before.world_size
+
+    @property
     def _all_prepared(self) -> bool:
         return len(self.prepared) == len(peers(self.target))
 
@@ -193,6 +202,6 @@ class Switch:
         """Why the switch has taken too long, or an empty text."""
         if self.moving:
             return f"moving took more than {MOVE_LIMIT_S:.0f} s" if now - self.since > MOVE_LIMIT_S else ""
-        if len(self.parked) == self.before.world_size and now - self.since > PREPARE_LIMIT_S:
+        if self._all_parked and now - self.since > PREPARE_LIMIT_S:
             return f"the new world was not ready after {PREPARE_LIMIT_S:.0f} s"
         return ""

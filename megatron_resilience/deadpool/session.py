@@ -10,10 +10,11 @@ destroyed before the commit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,6 +103,7 @@ class Session:
         timeout_s: of a collective of training (Megatron's ``--distributed-timeout-minutes``).
         live: the state in the terms of other layouts, where the layout may change.
         saves: training saves a checkpoint and ends when it is told to leave.
+        exclusive: the device has no room for another layout's tensors beside these.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Session:
         timeout_s: float,
         live: Reshapable | None = None,
         saves: bool = False,
+        exclusive: bool = False,
     ) -> None:
         self._link = link
         self._place = place
@@ -127,6 +130,7 @@ class Session:
         self._moved: int | None = None
         self._world = 0
         self._saves = saves
+        self._exclusive = exclusive
         self._switch = GroupSwitch()
         self._lock = threading.Lock()
         self._to_abort: list[Any] = []
@@ -229,8 +233,28 @@ class Session:
         else:
             slot = self._protection.seal(generation)
             self._moved = generation
-        self._link.send("parked", epoch=self._epoch, generation=generation, slot=slot, stopped=stopped)
-        self._link.wait_resumed(generation)
+        with self._aside():
+            self._link.send("parked", epoch=self._epoch, generation=generation, slot=slot, stopped=stopped)
+            self._link.wait_resumed(generation)
+        if self._exclusive:
+            assert self._segment is not None and slot is not None
+            self._state.load(views(self._segment.slots[slot], self._state.inventory))
+            self._state.rebuild()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """While another world is prepared: without device memory, if there is none to share. What was in it is sealed."""
+        if not self._exclusive:
+            yield
+            return
+        assert self._live is not None
+        self._device.synchronize()
+        self._live.vacate()
+        self._device.release_cached()
+        try:
+            yield
+        finally:
+            self._live.reoccupy()
 
     def finish(self) -> None:
         """After the last iteration: returns when every rank is through; from then on nothing is protected.
@@ -255,7 +279,8 @@ class Session:
         self._link.send("ready", epoch=epoch.number, rank=self._state.rank)
         if epoch.lost:
             # Too few nodes are left for this layout: the next epoch is another world's, or this one's again.
-            self._link.wait_epoch(epoch.number)
+            with self._aside():
+                self._link.wait_epoch(epoch.number)
             raise Interrupted
         self._meet(epoch)
         self._mark("met")
@@ -484,6 +509,7 @@ class Session:
             times=self._times,
             replicas=self._config.replicas,
             saves=self._saves,
+            exclusive=self._exclusive,
             hang_timeout_s=min(self._config.hang_timeout_s, self._timeout_s / 2),
         )
 

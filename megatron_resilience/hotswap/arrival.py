@@ -45,6 +45,16 @@ class Reshapable(Protocol):
     def clear(self) -> None:
         """Zeroes what will be overwritten; rows of the vocabulary that are in the new layout alone stay so."""
 
+    def vacate(self) -> None:
+        """Frees the device memory of parameters, gradients, masters and moments; what is in it is lost."""
+
+    def reoccupy(self) -> None:
+        """Takes that memory again, zeroed.
+
+        Raises:
+            RuntimeError: somebody else has it, and keeps it.
+        """
+
     def storage(self, space: StateSpace) -> Storage:
         """Live tensors by logical tensor."""
 

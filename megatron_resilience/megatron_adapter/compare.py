@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -25,7 +26,9 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1).contiguous()
     if flat.device.type != "cpu":
         return device_fingerprint(flat)
-    return torch.tensor(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy()), dtype=torch.uint64).view(torch.int64)
+    # Not Tensor.numpy(), after which a storage can never be resized (see tenancy).
+    number = xxhash.xxh3_64_intdigest(np.from_dlpack(flat.view(torch.uint8)))
+    return torch.tensor(number, dtype=torch.uint64).view(torch.int64)
 
 
 def device_fingerprint(flat: torch.Tensor) -> torch.Tensor:

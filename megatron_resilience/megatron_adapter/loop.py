@@ -112,6 +112,7 @@ class Guard:
             timeout_s=args.distributed_timeout_minutes * 60.0,
             live=live,
             saves=saves_when_told(args),
+            exclusive=args.hotswap_exclusive_memory,
         )
         if saves_when_told(args):
             # Megatron's own handler takes note of it, and all ranks agree on the iteration that is the last.

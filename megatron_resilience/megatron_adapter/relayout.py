@@ -16,6 +16,7 @@ from megatron_resilience.megatron_adapter.buckets import chained
 from megatron_resilience.megatron_adapter.catalogue import live_shape, live_space
 from megatron_resilience.megatron_adapter.state import MegatronState, masters
 from megatron_resilience.megatron_adapter.storage import live_storage
+from megatron_resilience.megatron_adapter.tenancy import Tenancy
 from megatron_resilience.state.inventory import Kind
 from megatron_resilience.vps.catalogue import Catalogue
 from megatron_resilience.vps.families import build_catalogue
@@ -45,6 +46,7 @@ class LayoutState:
     def __init__(self, state: MegatronState, model: list[Any], optimizer: Any) -> None:
         self.state = state
         self._model, self._optimizer = model, optimizer
+        self._tenancy = Tenancy(model, optimizer)
         args = self._args = get_args()
         if args.step_batch_size_schedule:
             raise ConfigurationError(
@@ -92,6 +94,14 @@ class LayoutState:
         for index, tensor in self.state.stable():
             if specs[index].kind in (Kind.MASTER, Kind.MOMENT):
                 tensor.zero_()
+
+    def vacate(self) -> None:
+        """Frees the device memory of parameters, gradients, masters and moments; what is in it is lost."""
+        self._tenancy.vacate()
+
+    def reoccupy(self) -> None:
+        """Takes that memory again, zeroed; see :meth:`tenancy.Tenancy.reoccupy`."""
+        self._tenancy.reoccupy()
 
     def storage(self, space: StateSpace) -> Storage:
         """Live tensors by logical tensor, one-dimensional."""

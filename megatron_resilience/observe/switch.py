@@ -82,6 +82,10 @@ class SwitchTimes:
     _parked: float = 0.0
     _planned: float = 0.0
 
+    def preparing(self) -> None:
+        """The new world's processes are started."""
+        self._asked = time.time()
+
     def prepared(self, message: Mapping[str, Any]) -> None:
         """A rank of the new world waits for its state."""
         self._prepared = max(self._prepared, message["time"])

@@ -71,6 +71,23 @@ def test_as_soon_as_possible_agrees_when_the_new_world_is_ready():
     only(act(machine, *parked(1, 10)), e.SendPlan)
 
 
+@pytest.mark.parametrize("at", [0, 7])
+def test_without_room_for_two_worlds_the_old_one_parks_before_the_new_one_is_prepared(at):
+    machine = running()
+    machine.exclusive = True
+    asked = act(machine, e.SwitchAsked(replace(WISH, at=at)))
+    only(asked, e.Hold)
+    assert none_of(asked, e.Prepare)
+    stop = only(act(machine, *held(1, [4, 5, 4, 4])), e.StopAt).generation
+    assert stop == max(at, 5)
+    assert none_of(act(machine, *parked(1, stop)[:3]), e.Prepare, e.SendPlan)
+    assert none_of(last := act(machine, parked(1, stop)[3]), e.SendPlan)
+    assert only(last, e.Prepare).epoch.number == 2
+    assert only(act(machine, *prepared(2)), e.SendPlan).plan.generation == stop
+    only(act(machine, *joined(2, stop)), e.Switched)
+    assert Coordinator.from_json(SETTINGS, machine.to_json()).exclusive
+
+
 @given(st.lists(st.integers(0, 20), min_size=4, max_size=4), st.integers(1, 20))
 def test_nobody_is_asked_to_stop_where_somebody_has_been(limits, at):
     machine = running()

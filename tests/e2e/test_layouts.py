@@ -248,12 +248,45 @@ def test_a_death_in_the_middle_of_a_switch_loses_nothing(
     assert_equal_until(running.trace, oracle(base), switched["generation"])
 
 
+@pytest.mark.parametrize(("what", "rank"), [("rank", 1), pytest.param("node", 0, marks=full)])
+def test_where_two_layouts_do_not_fit_the_old_one_makes_room(
+    template: Template, tmp_path: Path, oracle: Callable[[Configuration], Path], what: str, rank: int
+) -> None:
+    """It takes its memory again when the change fails, and trains on with what it had; the next attempt succeeds."""
+    base = longer("tp2_dp2_bf16_overlap", 40)
+    schedule = tmp_path / "schedule.yaml"
+    schedule.write_text("4: PP2 DP2\n")
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "tenants").mkdir()
+    env = {
+        "SUMS": str(tmp_path / "sums"),
+        "DIE_RANK": str(rank),
+        "DIE_WHAT": what,
+        "DIE_MARKER": str(tmp_path / "died"),
+        "TENANTS": str(tmp_path / "tenants"),
+    }
+    extra = (*HOTSWAP, "--hotswap-exclusive-memory", "--hotswap-schedule", str(schedule))
+    with job(template, tmp_path / "run", base, extra, script=DIE_IN_SWITCH, env=env) as running:
+        running.finish(timeout=200)
+    assert len(running.of_kind("switch_abandoned")) == 1
+    assert len(running.of_kind("recovered")) == (what == "node")
+    (switched,) = running.of_kind("switch_done")
+    assert switched["wait_s"] > 0 and switched["prepare_s"] < 0.1, "nothing of it was hidden"
+    ended, began = (logical_state(tmp_path / "sums", moment, switched["generation"]) for moment in ("end", "begin"))
+    assert ended and ended == began
+    assert_equal_until(running.trace, oracle(base), switched["generation"])
+    # Whenever a rank of the new world began to make tensors, no rank of the old one held any.
+    found = [int(line) for line in (tmp_path / "tenants" / "found").read_text().splitlines()]
+    assert len(found) >= 8 and not any(found), found
+
+
+@pytest.mark.parametrize("memory", [(), pytest.param(("--hotswap-exclusive-memory",), marks=full)])
 def test_a_node_is_lost_and_no_spare_is_left(
-    template: Template, tmp_path: Path, oracle: Callable[[Configuration], Path]
+    template: Template, tmp_path: Path, oracle: Callable[[Configuration], Path], memory: tuple[str, ...]
 ) -> None:
     """The survivors go on in a smaller layout, sourced partly from copies, as stock Megatron would with that state there."""
     base = longer("dp4", 30, *RESHARDABLE)
-    extra = (*HOTSWAP, "--deadpool-on-no-spare", "shrink")
+    extra = (*HOTSWAP, *memory, "--deadpool-on-no-spare", "shrink")
     with job(template, tmp_path / "run", base, extra, nodes=4, spares=0) as running:
         running.wait_for_step(5)
         kill_node(running.agents()[2])

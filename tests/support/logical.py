@@ -83,7 +83,7 @@ def sums(model, optimizer):
             # Rows of the vocabulary's padding come and go with TP.
             real = places < vocabulary * parameter.shape[1] if name in PADDED else slice(None)
             for field, tensor in [("master", master), *((f, state[f]) for f in FIELDS if f in state)]:
-                bits = tensor.detach().reshape(-1).view(torch.int32).numpy().view(np.uint32)
+                bits = np.from_dlpack(tensor.detach().reshape(-1).view(torch.int32)).view(np.uint32)
                 out[f"{name}/{field}"] = (out.get(f"{name}/{field}", 0) + mixed(bits[real], places[real])) % 2**64
             if "step" in state:
                 out[f"{name}/step"] = float(state["step"])

@@ -46,6 +46,9 @@ class CpuAccelerator(Accelerator):
     def synchronize(self) -> None:
         """Nothing is ever queued."""
 
+    def release_cached(self) -> None:
+        """Memory that is freed is the system's at once."""
+
     def pinned_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
