@@ -175,7 +175,7 @@ class Arrival:
         if rank == 0 and couriers(epoch):
             tell_couriers(store, self._space)
         problem = problem_of(epoch, live.space(self._shelves.layout, catalogue), self._space)
-        self._transfer = Transfer(problem, rank, peers(epoch))
+        self._transfer = Transfer(problem, rank, peers(epoch), live.storage(self._space))
         self._streams = stream_sources(self._shelves.layout, live.layout, rank)
 
     @property
@@ -194,7 +194,7 @@ class Arrival:
             RuntimeError: a connection broke.
         """
         self._shelves.open(plan, self._transfer.read_from(), self._live.layout)
-        self._transfer.run(self._shelves.storage, self._live.storage(self._space), backend)
+        self._transfer.run(self._shelves.storage, backend)
         self._transfer.verify()
         self._transfer.forget()
         self._adopt()

@@ -35,11 +35,11 @@ def main() -> None:
     shelves = Shelves(link, epoch, node, store, speaks=True)
     catalogue, layout, sharded = told(store)
     problem = problem_of(epoch, StateSpace(catalogue, shelves.layout, sharded), StateSpace(catalogue, layout, sharded))
-    transfer = Transfer(problem, endpoint, peers(epoch))
+    transfer = Transfer(problem, endpoint, peers(epoch), None)
     link.send("prepared", rank=endpoint, epoch=epoch.number)
     plan = link.wait_plan(epoch.number)
     shelves.open(plan, transfer.read_from(), layout)
-    transfer.run(shelves.storage, None, backend)
+    transfer.run(shelves.storage, backend)
     # Its agent ends it when the switch is through, or given up.
     while True:
         time.sleep(3600)

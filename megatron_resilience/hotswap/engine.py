@@ -55,16 +55,22 @@ class Transfer:
     Args:
         problem: the same on all endpoints.
         endpoint: this one.
-        peers: endpoints in the order of their places in ``backend``.
+        peers: endpoints in the order of their places in the backend.
+        target: live storage of the rank that this endpoint becomes; None for a courier.
         chunk: bytes of a part of the staging buffer, the same everywhere.
     """
 
-    def __init__(self, problem: Problem, endpoint: int, peers: list[int], chunk: int = CHUNK) -> None:
+    def __init__(
+        self, problem: Problem, endpoint: int, peers: list[int], target: Storage | None, chunk: int = CHUNK
+    ) -> None:
         self.problem = problem
         self.plan: RankPlan = plan_endpoint(problem, endpoint)
         self._place = {peer: place for place, peer in enumerate(peers)}
         self._exchanges = list(program(self.plan, xor_rounds(len(peers)), chunk))
         self._arrived: list[_Arrived] = []
+        self._target = target
+        self._kept = self._views(problem.target, self.plan.keeps, np.full(len(self.plan.keeps), self._rank), False)
+        self._receives = self._views(problem.target, self.plan.receives, self.plan.receives.rank, False)
         self._staging = _parts(self._exchanges)
         self.tally = Tally(peak=sum(part.numel() for part in self._staging))
 
@@ -73,23 +79,20 @@ class Transfer:
         first = self.plan.sends.rank[self.plan.sends.phase == 0]
         return np.unique(np.concatenate([self.plan.keeps.rank, first])).tolist()
 
-    def run(self, sources: Callable[[int], Storage], target: Storage | None, backend: Any) -> None:
+    def run(self, sources: Callable[[int], Storage], backend: Any) -> None:
         """Moves everything.
 
         Args:
             sources: storage of a rank of the source layout that this endpoint can read.
-            target: live storage of the rank that this endpoint becomes; None for a courier.
             backend: ``torch.distributed`` backend over the peers, for host tensors.
 
         Raises:
             StateError: a chunk arrived damaged.
             RuntimeError: a connection broke.
         """
-        self._sources, self._target = sources, target
+        self._sources = sources
         plan, problem = self.plan, self.problem
         self._keeps = self._views(problem.source, _fed(problem, plan.keeps), plan.keeps.rank, source=True)
-        self._kept = self._views(problem.target, plan.keeps, np.full(len(plan.keeps), self._rank), source=False)
-        self._receives = self._views(problem.target, plan.receives, plan.receives.rank, source=False)
         early = np.flatnonzero(plan.sends.phase == 0)
         sends = _fed(problem, plan.sends)
         self._sends: list[Fields] = [{} for _ in range(len(plan.sends))]

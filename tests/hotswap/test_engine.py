@@ -42,7 +42,8 @@ def run(problem, chunk, damage=None):
     peers = sorted([*problem.target_at.tolist(), *problem.couriers])
     store = dist.HashStore()
     got = {r: storage(problem.target, r, empty=True) for r in range(problem.target.layout.world)}
-    transfers = {e: Transfer(problem, e, peers, chunk) for e in peers}
+    becomes = {int(endpoint): got[rank] for rank, endpoint in enumerate(problem.target_at)}
+    transfers = {e: Transfer(problem, e, peers, becomes.get(e), chunk) for e in peers}
     errors = []
 
     def work(endpoint):
@@ -50,11 +51,8 @@ def run(problem, chunk, damage=None):
         options._timeout = timedelta(seconds=20)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         backend = dist.ProcessGroupGloo(store, peers.index(endpoint), len(peers), options)
-        rank = np.flatnonzero(problem.target_at == endpoint)
         try:
-            transfers[endpoint].run(
-                lambda source: storage(problem.source, source), got[int(rank[0])] if len(rank) else None, backend
-            )
+            transfers[endpoint].run(lambda source: storage(problem.source, source), backend)
             if damage is not None and endpoint == 0:
                 damage(got)
             transfers[endpoint].verify()
