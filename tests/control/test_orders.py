@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_resilience import exits
 from megatron_resilience.control import coordinator as c
 from megatron_resilience.control.membership import Evidence
 from tests.control.test_coordinator import SETTINGS, act, holdings, joined, only, running
@@ -84,7 +85,7 @@ def test_a_good_end_saves_and_says_that_the_same_command_goes_on():
     assert act(machine, c.EndAsked("time is up")) == [], "every agent gets the signal"
     act(machine, *(c.RankFinished(rank, 1) for rank in range(4)))
     stop = only(act(machine, *(c.RankExited("ab"[r // 2], r, 1, 0, 10) for r in range(4))), c.Stop)
-    assert stop.status == c.LEFT_EXIT and "time is up" in stop.message
+    assert stop.status == exits.LEFT and "time is up" in stop.message
 
 
 def test_a_node_that_dies_on_the_way_out_is_replaced_and_the_newcomers_are_told():
@@ -102,4 +103,4 @@ def test_an_end_that_loses_work_says_so():
 
 def test_before_training_there_is_nothing_to_save():
     machine = c.Coordinator(SETTINGS)
-    assert only(act(machine, c.NodeJoined("a", 0), c.EndAsked("time is up")), c.Stop).status == c.LEFT_EXIT
+    assert only(act(machine, c.NodeJoined("a", 0), c.EndAsked("time is up")), c.Stop).status == exits.LEFT

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resilience.control.coordinator import LEFT_EXIT
+from megatron_resilience import exits
 from megatron_resilience.control.jobdir import JobDir
 from megatron_resilience.observe.events import read_events
 from megatron_resilience.observe.trace import differences, read
@@ -207,4 +207,4 @@ def test_a_job_that_cannot_start_gives_its_nodes_back(cluster: Cluster, tmp_path
     job = submit(cluster, tmp_path, longer("tp2_dp2_fp32", 5, "--no-such-option"))
     job.wait_until_freed()
     assert job.state == "FAILED"
-    assert job.job_dir.outcome() != (LEFT_EXIT, "") and "no-such-option" in job.output, job.output
+    assert job.job_dir.outcome() != (exits.LEFT, "") and "no-such-option" in job.output, job.output
