@@ -6,7 +6,7 @@ import re
 
 from megatron_resilience.errors import UnsupportedError
 
-SUPPORTED = ("0.19",)
+SUPPORTED = ("0.17", "0.18", "0.19")
 """Supported ``major.minor`` releases of megatron-core."""
 
 
