@@ -6,8 +6,8 @@ import re
 
 from megatron_resilience.errors import UnsupportedError
 
-SUPPORTED = ("0.17", "0.18", "0.19")
-"""Supported ``major.minor`` releases of megatron-core."""
+SUPPORTED = ("0.18", "0.19")
+"""Supported ``major.minor`` releases of megatron-core: those with a pair that works in docs/compatibility.md."""
 
 
 TORCH = ((2, 9), (2, 15))
