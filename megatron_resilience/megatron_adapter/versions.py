@@ -6,7 +6,7 @@ import re
 
 from megatron_resilience.errors import UnsupportedError
 
-SUPPORTED = ("0.18", "0.19")
+SUPPORTED = ("0.19",)
 """Supported ``major.minor`` releases of megatron-core: those with a pair that works in docs/compatibility.md."""
 
 
