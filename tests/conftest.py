@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # `tests.support` is imported from the root, whatever directory pytest was started in.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support import full
 from tests.support.template import Template
+
+# How long an example takes is up to whatever else the machine does.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
