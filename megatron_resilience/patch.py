@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_resilience import exits
 from megatron_resilience.errors import ConfigurationError, UnsupportedError
 from megatron_resilience.files import folder
 
@@ -187,4 +188,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; 0 when the checkout is as asked for."""
     print("\n".join(patch(args.checkout, args.revert)))
-    return 0
+    return exits.DONE

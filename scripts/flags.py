@@ -1,24 +1,24 @@
-"""Writes docs/flags.md from the code: every command and option, the script's flags, environment variables, exit statuses.
+"""Writes docs/flags.md from the code: every command and option, the script's flags, environment variables. And the table of exit
+statuses in docs/guide.md.
 
-python scripts/flags.py            # a test fails when docs/flags.md is not what this writes
+python scripts/flags.py            # a test fails when the documents are not what this writes
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_resilience import arguments
+from megatron_resilience import arguments, exits
 from megatron_resilience.accelerator import ENVIRONMENT_VARIABLE
-from megatron_resilience.control import commands
 from megatron_resilience.control.cli import build_parser
-from megatron_resilience.control.coordinator import LEFT_EXIT
 from megatron_resilience.control.options import JOB_VARIABLE, SECRET_VARIABLE
 from megatron_resilience.transport.environment import ENVIRONMENT, FORBIDDEN, OLD_NAMES
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TARGET, GUIDE = DOCS / "flags.md", DOCS / "guide.md"
+_BEGIN, _END = "<!-- exit statuses: written by scripts/flags.py -->", "<!-- end of exit statuses -->"
 VARIABLES = {
     SECRET_VARIABLE: "the job's secret, instead of `--secret-file` or the one in `--job-dir`",
     JOB_VARIABLE: "the job's folder, instead of `--job-dir`",
@@ -50,15 +50,20 @@ def _document() -> Iterator[str]:
         ("variable", "value"), ((f"`{name}`", f"`{value}`") for name, value in sorted(ENVIRONMENT.items()))
     )
     yield f"They also refuse {', '.join(f'`{name}`' for name in sorted({*FORBIDDEN, *OLD_NAMES}))} with any value but 0.\n"
-    yield "## Exit statuses\n\nOf `status`, `events`, `drain`, `swap`, `patch` and `preflight`:\n"
-    listed = inspect.cleandoc(commands.__doc__ or "").split("=\n")[1].splitlines()
-    statuses = [line.split(maxsplit=1) for line in listed if line[:1].isdigit()]
-    yield from _rows(("status", "meaning"), ((status, what) for status, what in statuses))
-    yield (
-        f"A job, and `outcome`, exits with 0 when training is through, with {LEFT_EXIT} when it was asked to end and saved a "
-        "checkpoint (the same command goes on from it), with 2 when it was asked for something impossible, otherwise with the "
-        "status of what ended it."
-    )
+    yield "## Exit statuses\n\nThe same for every command and launcher: see [guide.md](guide.md#exit-statuses)."
+
+
+def with_exit_statuses(guide: str) -> str:
+    """The guide with its table of exit statuses as the code has it.
+
+    Args:
+        guide: its text; the table is whatever lies between the two marks.
+    """
+    before, rest = guide.split(_BEGIN)
+    after = rest.split(_END)[1]
+    rows = ((str(status), meaning) for status, meaning in exits.MEANINGS.items())
+    table = "\n".join(_rows(("status", "meaning"), rows))
+    return f"{before}{_BEGIN}\n{table}{_END}{after}"
 
 
 def _table(actions: Iterable[argparse.Action]) -> Iterator[str]:
@@ -98,4 +103,5 @@ def _rows(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 if __name__ == "__main__":
     TARGET.write_text(text())
-    print(f"{TARGET} written")
+    GUIDE.write_text(with_exit_statuses(GUIDE.read_text()))
+    print(f"{TARGET} and the table in {GUIDE} written")

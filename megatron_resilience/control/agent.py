@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any
 
+from megatron_resilience import exits
 from megatron_resilience.control import events as e
 from megatron_resilience.control.addresses import address_towards, bind
 from megatron_resilience.control.coordinator import Coordinator
@@ -42,8 +43,6 @@ _DEVICES_S = 5.0
 _FIRST_S = 300.0
 """How long the first agent may take to come up after this one: both import torch first, and the file system is cold."""
 _REMEMBERED = ("ready", "holdings", "joined", "stepped", "finished", "broken")
-NODE_LEFT_EXIT = 76
-"""Exit status of an agent whose node leaves a job that may go on without it."""
 UNBLOCK_TIMEOUT_S = 30.0
 """After a new epoch, a rank that is not back at the door by then is killed and started again in place."""
 
@@ -500,7 +499,7 @@ class Agent:
             asyncio.get_running_loop().remove_reader(self._zygote.sock)
             # Its ranks have died with it. This node is of no use any more; the others go on without it.
             return self._finish(
-                NODE_LEFT_EXIT, f"the zygote of node {self._id} died, and its ranks with it: this node leaves the job"
+                exits.NODE_LEFT, f"the zygote of node {self._id} died, and its ranks with it: this node leaves the job"
             )
         message, fds = received
         if message["kind"] == "failed":

@@ -7,16 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 
-from megatron_resilience import patch
+from megatron_resilience import exits, patch
 from megatron_resilience.control import commands as people
 from megatron_resilience.control import options as launch_options
 from megatron_resilience.errors import ControlError, ResilienceError
 from megatron_resilience.preflight import command as preflight
 from megatron_resilience.routing import command as plan
 from megatron_resilience.version import __version__
-
-USER_ERROR = people.IMPOSSIBLE
-
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -47,7 +44,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Run]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; exit status 0 when it did what was asked, 2 when it cannot be done (:mod:`commands` has them all)."""
+    """Runs a command; returns one of :mod:`~megatron_resilience.exits`."""
     parser, run_by_name = build_parser()
     args = parser.parse_args(argv)
     try:
@@ -59,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             return run(launch_options.from_namespace(args, dict(os.environ)))
     except ResilienceError as error:
         print(f"megatron-resilience: {error}", file=sys.stderr)
-        return USER_ERROR
+        return exits.IMPOSSIBLE
     raise AssertionError(args.command)
 
 
@@ -68,13 +65,13 @@ def _ask(run: Run, args: argparse.Namespace) -> int:
         return run(args)
     except ControlError as error:
         print(f"megatron-resilience: {error}", file=sys.stderr)
-        return people.UNREACHABLE
+        return exits.UNREACHABLE
     except BrokenPipeError:
         # `| head` has seen enough; nothing may be flushed into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return people.DONE
+        return exits.DONE
     except KeyboardInterrupt:
-        return people.DONE
+        return exits.DONE
 
 
 if __name__ == "__main__":

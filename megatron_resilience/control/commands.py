@@ -1,11 +1,4 @@
-"""``status``, ``events``, ``drain``, ``swap`` and ``outcome``: people and a job. Exit statuses are the same for all.
-
-=  ==================================================================================
-0  it did what was asked
-1  it began and did not come to its end: the job ended meanwhile
-2  it cannot be done: a wrong option, no such node, no spare, not at the moment
-3  the job cannot be reached: no agent answers, or they hold another secret
-=  ==================================================================================
+"""``status``, ``events``, ``drain``, ``swap``, ``reshard`` and ``outcome``: people and a job. What they exit with: ``exits``.
 
 ``outcome`` alone exits with the job's own status, so that a batch script can.
 """
@@ -26,11 +19,9 @@ from megatron_resilience.control.jobdir import JobDir, read_secret
 from megatron_resilience.control.options import JOB_VARIABLE, SECRET_VARIABLE, split_endpoint
 from megatron_resilience.control.status import text as status_text
 from megatron_resilience.errors import ConfigurationError, ControlError
+from megatron_resilience.exits import DONE, FAILED, IMPOSSIBLE
 from megatron_resilience.observe.events import line, read_events
 
-DONE, FAILED, IMPOSSIBLE, UNREACHABLE = range(4)
-NO_OUTCOME = 1
-"""What ``outcome`` exits with when nobody was left to say how the job ended."""
 _POLL_S = 0.2
 _CLEAR = "\033[H\033[J"
 
@@ -238,6 +229,6 @@ def _outcome(args: argparse.Namespace) -> int:
             "megatron-resilience: the job runs, or all its agents died before they could say how it ended",
             file=sys.stderr,
         )
-        return NO_OUTCOME
+        return FAILED
     print(f"ended with status {ended[0]}{': ' if ended[1] else ''}{ended[1]}")
     return ended[0]

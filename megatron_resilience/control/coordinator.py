@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_resilience import exits
 from megatron_resilience.control.classification import WINDOW, Decision, Fault, Sign, classify
 from megatron_resilience.control.events import (
     Action,
@@ -47,9 +48,6 @@ from megatron_resilience.control.membership import may_go_on
 from megatron_resilience.control.record import Phase
 from megatron_resilience.deadpool.recovery import plan_restore
 from megatron_resilience.errors import StateError
-
-LEFT_EXIT = 75
-"""Exit status of a job that was asked to end and saved its state: the same command goes on (sysexits' EX_TEMPFAIL)."""
 
 
 class Coordinator(Layouts):
@@ -108,7 +106,7 @@ class Coordinator(Layouts):
         actions: list[Action] = [Note("node_lost", {"node": event.node, "evidence": event.evidence.value})]
         if not may_go_on(len(self.roster), self.gone):
             return actions + self._stop(
-                1,
+                exits.FAILED,
                 f"only {len(self.alive)} of {len(self.roster)} nodes answer: the rest may be training without us",
             )
         if self.epoch is None:
@@ -123,7 +121,9 @@ class Coordinator(Layouts):
         if self.phase is Phase.FINISHING:
             if set(ranks) <= self._exited:
                 return actions
-            return actions + self._stop(1, f"node {event.node} died after training had ended, before its ranks had")
+            return actions + self._stop(
+                exits.FAILED, f"node {event.node} died after training had ended, before its ranks had"
+            )
         smaller = self._smaller({*self.epoch.lost, event.node})
         rule = classify(
             Fault(
@@ -138,7 +138,7 @@ class Coordinator(Layouts):
         if rule.decision is Decision.SHRINK:
             return actions + self._suspend(f"{what} and {rule.reason}", {*self.epoch.lost, event.node})
         if rule.decision is Decision.STOP:
-            return actions + self._stop(1, f"{what} and {rule.reason}")
+            return actions + self._stop(exits.FAILED, f"{what} and {rule.reason}")
         return actions + self._replace_node(event.node, what)
 
     def _replace_node(self, node: str, what: str) -> list[Action]:
@@ -210,7 +210,7 @@ class Coordinator(Layouts):
         if self.leaving or self.phase is Phase.FINISHING:
             return []
         if self.phase in (Phase.FORMING, Phase.STARTING):
-            return self._stop(LEFT_EXIT, f"{event.why} before training began: there is nothing to save")
+            return self._stop(exits.LEFT, f"{event.why} before training began: there is nothing to save")
         if not self.saves:
             return self._stop(
                 event.status,
@@ -241,7 +241,7 @@ class Coordinator(Layouts):
                 )
             if len(self._exited) == epoch.world_size:
                 left = f"{self.leaving}: a checkpoint is saved, the same command goes on from it"
-                return actions + (self._stop(LEFT_EXIT, left) if self.leaving else self._stop(0, ""))
+                return actions + (self._stop(exits.LEFT, left) if self.leaving else self._stop(exits.DONE, ""))
             return actions
         self._down.add(event.rank)
         place = f"{event.rank}@{event.generation}"
@@ -264,7 +264,9 @@ class Coordinator(Layouts):
         what = f"rank {event.rank} hung ({event.hung})" if event.hung else f"rank {event.rank} ended with {how}"
         if rule.decision is Decision.STOP:
             after = f" after generation {event.generation}" if event.generation >= 0 else ""
-            return actions + self._stop(event.status if event.status > 0 else 1, f"{what}{after}, {rule.reason}")
+            return actions + self._stop(
+                event.status if event.status > 0 else exits.FAILED, f"{what}{after}, {rule.reason}"
+            )
         if rule.decision is Decision.REPLACE_NODE:
             return actions + self._replace_node(event.node, f"{what}; node {event.node} is given up: {rule.reason}")
         return actions + self._again(f"{what}, its node {event.node} is well", newcomers=(event.rank,))
@@ -276,7 +278,7 @@ class Coordinator(Layouts):
         rule = classify(fault)
         what = f"rank {event.rank} on node {event.node} was killed and does not end: {rule.reason}"
         if rule.decision is Decision.STOP:
-            return self._stop(1, what)
+            return self._stop(exits.FAILED, what)
         return self._replace_node(event.node, what)
 
     def _all_wait(self, event: AllWait, now: float) -> list[Action]:
@@ -307,7 +309,7 @@ class Coordinator(Layouts):
             plan = plan_restore(epoch.number, nodes, [h for held in self._held.values() for h in held])
         except StateError as error:
             if self.stepped:
-                return self._stop(1, str(error))
+                return self._stop(exits.FAILED, str(error))
             return self._again("nothing was protected yet, everyone starts again", fresh=True)
         self._planned = True
         return [SendPlan(plan), Note("plan", {"epoch": plan.epoch, "generation": plan.generation})]
@@ -368,7 +370,7 @@ class Coordinator(Layouts):
         return [*self._abandon("training has ended"), Note("finishing", {})]
 
     def _rank_fatal(self, event: RankFatal, now: float) -> list[Action]:
-        return self._abandon(event.error) if self._of_switch(event.epoch) else self._stop(1, event.error)
+        return self._abandon(event.error) if self._of_switch(event.epoch) else self._stop(exits.FAILED, event.error)
 
     def _tick(self, event: Tick, now: float) -> list[Action]:
         grace = self.settings.join_grace_s

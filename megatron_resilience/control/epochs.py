@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_resilience import exits
 from megatron_resilience.control.events import Action, Note, Publish, Stop
 from megatron_resilience.control.record import Phase, Record
 from megatron_resilience.topology.epoch import Epoch
@@ -35,11 +36,11 @@ class Epochs(Record):
         self.history = [*self.history, f"[{self.epoch.number + 1}] {cause}"][-_REMEMBERED:]
         if self.fruitless > FRUITLESS_LIMIT:
             return self._stop(
-                1, f"{cause}; {FRUITLESS_LIMIT} recoveries in a row did not lead to a completed step{before}"
+                exits.FAILED, f"{cause}; {FRUITLESS_LIMIT} recoveries in a row did not lead to a completed step{before}"
             )
         if self.restarts > self.settings.max_restarts:
             return self._stop(
-                1,
+                exits.FAILED,
                 f"{cause}; {self.settings.max_restarts} faults were repaired before (--max-restarts), now the job stops{before}",
             )
         return self._next(cause, slots, newcomers, fresh, lost)

@@ -10,8 +10,9 @@ import time
 import traceback
 from typing import NoReturn
 
+from megatron_resilience import exits
 from megatron_resilience.control.addresses import bind
-from megatron_resilience.control.agent import NODE_LEFT_EXIT, be_local_node, run_agent
+from megatron_resilience.control.agent import be_local_node, run_agent
 from megatron_resilience.control.jobdir import JobDir, read_secret
 from megatron_resilience.control.options import SECRET_VARIABLE, LaunchOptions, split_endpoint
 from megatron_resilience.control.zygote import preload
@@ -97,7 +98,7 @@ def _preload(options: LaunchOptions) -> None:
 
 
 def _be_agent(options, order, secret, endpoint, listener) -> NoReturn:
-    status = 1
+    status = exits.FAILED
     try:
         be_local_node()
         if order != 0:
@@ -105,7 +106,7 @@ def _be_agent(options, order, secret, endpoint, listener) -> NoReturn:
         status = run_agent(options, order, secret, endpoint, listener if order == 0 else None)
     except ResilienceError as error:
         print(f"[megatron-resilience] {error}", file=sys.stderr, flush=True)
-        status = 2
+        status = exits.IMPOSSIBLE
     except BaseException:
         traceback.print_exc()
     finally:
@@ -145,8 +146,8 @@ def _wait(agents: dict[int, int]) -> int:
         code = os.waitstatus_to_exitcode(raw)
         if code < 0:
             died = 128 - code
-        elif code == NODE_LEFT_EXIT:
-            died = 1
+        elif code == exits.NODE_LEFT:
+            died = exits.FAILED
         else:
             status = code
             # One agent that ended by itself means that the job has ended.

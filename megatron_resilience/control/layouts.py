@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_resilience import exits
 from megatron_resilience.control.epochs import Epochs
 from megatron_resilience.control.events import (
     Abandon,
@@ -166,7 +167,7 @@ class Layouts(Epochs):
             wish = Wish(fallback.layout, fallback.ranks, left, plan.generation)
             target = target_of(wish, epoch, [], self._next_number(), self.domains, self.replicas)
         except (StateError, ConfigurationError) as error:
-            return self._stop(1, f"{epoch.cause}: {error}")
+            return self._stop(exits.FAILED, f"{epoch.cause}: {error}")
         self._planned = True
         target = replace(target, lost=(), sources=tuple(source.holder for source in plan.sources))
         self.switch = Switch.of_survivors(target, plan)

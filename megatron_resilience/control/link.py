@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron_resilience import exits
 from megatron_resilience.control.channel import Channel
 from megatron_resilience.control.stacks import main_thread_waits
 from megatron_resilience.deadpool.recovery import RestorePlan
@@ -17,8 +18,6 @@ from megatron_resilience.topology.epoch import Epoch
 
 AGENT_FD = "MEGATRON_RESILIENCE_AGENT_FD"
 """Environment variable with the number of the channel's descriptor in a rank."""
-AGENT_LOST_EXIT = 79
-"""Exit status of a rank whose agent is gone."""
 
 
 class AgentLink:
@@ -204,7 +203,7 @@ class AgentLink:
             received = self._channel.receive()
             if received is None:
                 # Nobody is left to decide anything for this process.
-                os._exit(AGENT_LOST_EXIT)
+                os._exit(exits.AGENT_LOST)
             message, fds = received
             kind = message["kind"]
             if kind == "ping":

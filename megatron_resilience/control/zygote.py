@@ -19,14 +19,13 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+from megatron_resilience import exits
 from megatron_resilience.control.channel import Channel
 from megatron_resilience.control.link import AGENT_FD
 from megatron_resilience.control.stacks import write_on_signal
 from megatron_resilience.errors import ResilienceError
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "megatron_resilience.autoload")
-USER_ERROR_EXIT = 2
-"""Exit status of a rank that refused its configuration."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -188,10 +187,10 @@ def run_script(argv: list[str]) -> int:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except ResilienceError as error:
         print(f"megatron-resilience: {error}", file=sys.stderr)
-        status = USER_ERROR_EXIT
+        status = exits.IMPOSSIBLE
     except BaseException:
         traceback.print_exc()
-        status = 1
+        status = exits.FAILED
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_resilience import exits
 from megatron_resilience.accelerator.base import Accelerator
 from megatron_resilience.control.link import AgentLink
 from megatron_resilience.deadpool.allowance import StallAllowance
@@ -54,8 +55,6 @@ PREPARING_TIMEOUT_S = 1800.0
 """For ranks of a next world, which start up in the background, some of them on nodes that have yet to import everything."""
 REPLICA_TIMEOUT_S = 24 * 3600.0
 """A partner may legitimately be busy for long (evaluation, a checkpoint): only an abort ends the wait."""
-STUCK_EXIT = 78
-"""Exit status of a rank that could not leave a dead world; its agent starts it again in place."""
 
 
 class RestorableState(TrainingState, Protocol):
@@ -601,7 +600,7 @@ class Session:
             protection, self._protection = self._protection, None
         if protection is not None and not protection.settle(self._config.unblock_timeout_s):
             self._link.send("stuck", rank=self._state.rank)
-            os._exit(STUCK_EXIT)
+            os._exit(exits.STUCK)
 
     def _release(self) -> None:
         """Buries the world of the last epoch, or of an attempt that failed."""

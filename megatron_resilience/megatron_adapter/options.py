@@ -1,6 +1,6 @@
-"""Which of Megatron 0.19's command-line options a protected job may use.
+"""Which of Megatron's command-line options a protected job may use.
 
-Every option of Megatron's parser is in exactly one class:
+Every option of Megatron 0.19's parser is in exactly one class (``options_older.py`` adds those that only older releases have):
 
 * ``neutral``: it holds no communicator, device pointer or state that outlives a step, or it acts only
   together with an option that is refused (``options_neutral.py``);
@@ -9,14 +9,17 @@ Every option of Megatron's parser is in exactly one class:
 * ``refused``: some of its values bring communicators, device pointers or state that nobody has shown to
   survive a recovery (``options_refused.py``).
 
-Whatever is doubtful is refused: a job that stops at start costs less than one that trains wrongly.
+Whatever is doubtful is refused, and so is an option that nobody has classified (of a release newer than those that were
+looked at), if it is used: a job that stops at start costs less than one that trains wrongly.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import Literal
 
+from megatron_resilience.megatron_adapter import options_older as older
 from megatron_resilience.megatron_adapter.options_neutral import NEUTRAL
 from megatron_resilience.megatron_adapter.options_refused import REFUSED
 
@@ -58,11 +61,11 @@ OPTIONAL = frozenset({"kitchen_config_file", "kitchen_recipe_number"})
 
 def classify(dest: str) -> OptionClass | None:
     """The class of the option with that argparse destination; None if nobody has classified it."""
-    if dest in REFUSED:
+    if dest in REFUSED or dest in older.REFUSED:
         return "refused"
     if dest in KNOWN:
         return "known"
-    if dest in NEUTRAL:
+    if dest in NEUTRAL or dest in older.NEUTRAL:
         return "neutral"
     return None
 
@@ -77,10 +80,26 @@ def refusals(args: argparse.Namespace) -> list[str]:
         one sentence per offending option: its name and value, the reason, the remedy.
     """
     found = []
-    for dest, refusal in REFUSED.items():
+    for dest, refusal in (REFUSED | older.REFUSED).items():
         # Some options exist only where an optional package is installed.
         value = getattr(args, dest, None)
         if refusal.when.holds(value, args):
             shown = "" if value is True else f" {value}"
             found.append(f"{refusal.flag}{shown}: {refusal.reason}; {refusal.remedy}")
     return found
+
+
+def unclassified(args: argparse.Namespace, actions: Iterable[argparse.Action], release: str) -> list[str]:
+    """What was asked for by options that nobody has classified; empty if all is known.
+
+    Args:
+        args: parsed.
+        actions: Megatron's own options, as its parser has them.
+        release: of Megatron, for the message.
+    """
+    return [
+        f"{(action.option_strings or [action.dest])[0]}: nobody has looked at what this option of megatron-core {release} does "
+        "to a recovery; leave it out, or use a release that docs/compatibility.md lists"
+        for action in actions
+        if classify(action.dest) is None and getattr(args, action.dest, action.default) != action.default
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megatron_resilience.arguments import add_arguments, config_from
 from megatron_resilience.control.link import AgentLink
 from megatron_resilience.errors import ConfigurationError
 from megatron_resilience.megatron_adapter import versions
-from megatron_resilience.megatron_adapter.options import refusals
+from megatron_resilience.megatron_adapter.options import refusals, unclassified
 
 TRACE = "MEGATRON_RESILIENCE_TRACE"
 """Environment variable with the folder for a trace of every step (``observe.trace``), for comparing two runs bit by bit."""
@@ -30,10 +31,12 @@ def install() -> None:
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        others = {action.dest for action in parser._actions}
         parser = original(parser)
+        own = [action for action in parser._actions if action.dest not in others]
         add_arguments(parser)
         _mend_help(parser)
-        _after_parsing(parser)
+        _after_parsing(parser, own)
         return parser
 
     add_megatron_arguments.resilience = True  # type: ignore[attr-defined]
@@ -49,13 +52,13 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = (action.help or "").replace("%", "%%")
 
 
-def _after_parsing(parser: argparse.ArgumentParser) -> None:
+def _after_parsing(parser: argparse.ArgumentParser, megatrons: Sequence[argparse.Action]) -> None:
     # parse_args() of argparse ends in parse_known_args(): one place serves both of Megatron's ways.
     parse = parser.parse_known_args
 
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:
         namespace, rest = parse(*args, **kwargs)
-        activate(namespace)
+        activate(namespace, megatrons)
         _trace_if_asked()
         return namespace, rest
 
@@ -73,8 +76,12 @@ def _trace_if_asked() -> None:
         _traced = True
 
 
-def activate(args: argparse.Namespace) -> None:
+def activate(args: argparse.Namespace, megatrons: Sequence[argparse.Action]) -> None:
     """Switches on what the command line asks for.
+
+    Args:
+        args: parsed.
+        megatrons: the options of Megatron's own parser.
 
     Raises:
         ConfigurationError: it cannot work; nothing was touched.
@@ -84,9 +91,9 @@ def activate(args: argparse.Namespace) -> None:
     # Megatron may parse more than once in a process.
     if config is None or _active:
         return
-    versions.check()
+    release = versions.check()
     versions.check_torch(torch.__version__)
-    problems = refusals(args)
+    problems = refusals(args) + unclassified(args, megatrons, release)
     if problems:
         raise ConfigurationError("--deadpool cannot protect this run:\n  - " + "\n  - ".join(problems))
     link = AgentLink.from_environment()

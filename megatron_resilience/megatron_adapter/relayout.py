@@ -48,7 +48,8 @@ class LayoutState:
         self._model, self._optimizer = model, optimizer
         self._tenancy = Tenancy(model, optimizer)
         args = self._args = get_args()
-        if args.step_batch_size_schedule:
+        # 0.17 has no such option.
+        if getattr(args, "step_batch_size_schedule", None):
             raise ConfigurationError(
                 "--hotswap-parallelism with --step-batch-size-schedule: every batch of the schedule would have to divide among "
                 "the ranks of every layout, which nobody checks yet; use a constant --global-batch-size"

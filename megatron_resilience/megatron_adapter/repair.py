@@ -9,13 +9,13 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_timers
 from megatron.training.training import should_disable_forward_pre_hook
 
 from megatron_resilience.megatron_adapter import buckets
 from megatron_resilience.megatron_adapter.buckets import chained
+from megatron_resilience.megatron_adapter.releases import clear_moe_metrics
 
 
 def repair(model: list[Any], optimizer: Any, args: Any, rerun_mode: Any, configs: list[Any]) -> None:
@@ -48,7 +48,7 @@ def repair(model: list[Any], optimizer: Any, args: Any, rerun_mode: Any, configs
     # An abandoned operation may still write to a communication buffer: the next step gets fresh ones.
     parallel_state.destroy_global_memory_buffer()
     parallel_state._set_global_memory_buffer()
-    get_moe_metrics_tracker().clear()
+    clear_moe_metrics()
 
 
 def _timers() -> None:

@@ -7,7 +7,7 @@ import re
 from megatron_resilience.errors import UnsupportedError
 
 SUPPORTED = ("0.19",)
-"""Supported ``major.minor`` releases of megatron-core."""
+"""Supported ``major.minor`` releases of megatron-core: those with a pair that works in docs/compatibility.md."""
 
 
 TORCH = ((2, 9), (2, 15))
@@ -47,7 +47,7 @@ def check(found: str | None = None) -> str:
     release = f"{match.group(1)}.{match.group(2)}" if match else found
     if release not in SUPPORTED:
         raise UnsupportedMegatron(
-            f"found megatron-core {found}; megatron-resilience supports {', '.join(SUPPORTED)}.x, because it "
+            f"found megatron-core {found}; megatron-resilience supports {' and '.join(f'{r}.x' for r in SUPPORTED)}, because it "
             "reaches into internals that change between releases. Install a supported release "
             f"(pip install 'megatron-core=={SUPPORTED[-1]}.*') or put one first on PYTHONPATH"
         )

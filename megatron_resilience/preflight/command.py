@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_resilience import exits
 from megatron_resilience.control import options as launch_options
 from megatron_resilience.errors import ConfigurationError
 from megatron_resilience.preflight.arguments import job_from
@@ -21,7 +22,6 @@ from megatron_resilience.preflight.job import GIB, Hardware, Job, load_hardware,
 from megatron_resilience.preflight.machine import look
 from megatron_resilience.preflight.rules import Finding, Machine, job_rules, machine_rules
 
-OK, REFUSED = 0, 2
 _SHOWN_NODES = 8
 
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(figures | {"warnings": [f.text for f in findings if not f.refused]}))
     else:
         print("\n".join(report(job, taken, machine, findings)))
-    return REFUSED if refused else OK
+    return exits.IMPOSSIBLE if refused else exits.DONE
 
 
 def _job(args: argparse.Namespace) -> Job:

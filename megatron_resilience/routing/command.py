@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 
+from megatron_resilience import exits
 from megatron_resilience.routing.cost import Cluster, load_cluster
 from megatron_resilience.routing.placement import WORTHWHILE_UP_TO, keep_in_place
 from megatron_resilience.routing.problem import relayout
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; returns 0, or 1 when the change is refused (the reason is printed)."""
+    """Print the plan; returns an exit status, ``IMPOSSIBLE`` when the change is refused (the reason is printed)."""
     try:
         model = load_model(args.model)
         cluster = load_cluster(args.cluster) if args.cluster else Cluster()
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"refused": str(error)}))
         else:
             print(f"refused: {error}", file=sys.stderr)
-        return 1
+        return exits.IMPOSSIBLE
     title = f"{model.name}  {source.layout} → {target.layout}"
     if args.json:
         print(json.dumps({"model": model.name, "from": args.source, "to": args.target} | summary.to_json()))
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         print(render(summary))
     if args.picture:
         draw_traffic(summary, args.picture, title)
-    return 0
+    return exits.DONE
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

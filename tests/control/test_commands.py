@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
+from megatron_resilience import exits
 from megatron_resilience.control.cli import main
 from megatron_resilience.control.client import Client
-from megatron_resilience.control.commands import NO_OUTCOME
 from megatron_resilience.control.jobdir import JobDir
 from megatron_resilience.errors import ControlError
 from megatron_resilience.observe.events import EventLog
@@ -53,7 +53,7 @@ def test_a_job_that_has_ended(folder, capsys):
 
 
 def test_an_outcome_that_nobody_could_tell(folder):
-    assert main(["outcome", "--job-dir", str(folder.path)]) == NO_OUTCOME
+    assert main(["outcome", "--job-dir", str(folder.path)]) == exits.FAILED
 
 
 def test_the_folder_may_come_from_the_environment(folder, capsys, monkeypatch):

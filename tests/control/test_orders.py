@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_resilience import exits
 from megatron_resilience.control import events as e
-from megatron_resilience.control.coordinator import LEFT_EXIT, Coordinator
+from megatron_resilience.control.coordinator import Coordinator
 from megatron_resilience.control.membership import Evidence
 from tests.control.test_coordinator import SETTINGS, act, holdings, joined, only, running
 
@@ -85,7 +86,7 @@ def test_a_good_end_saves_and_says_that_the_same_command_goes_on():
     assert act(machine, e.EndAsked("time is up")) == [], "every agent gets the signal"
     act(machine, *(e.RankFinished(rank, 1) for rank in range(4)))
     stop = only(act(machine, *(e.RankExited("ab"[r // 2], r, 1, 0, 10) for r in range(4))), e.Stop)
-    assert stop.status == LEFT_EXIT and "time is up" in stop.message
+    assert stop.status == exits.LEFT and "time is up" in stop.message
 
 
 def test_a_node_that_dies_on_the_way_out_is_replaced_and_the_newcomers_are_told():
@@ -103,4 +104,4 @@ def test_an_end_that_loses_work_says_so():
 
 def test_before_training_there_is_nothing_to_save():
     machine = Coordinator(SETTINGS)
-    assert only(act(machine, e.NodeJoined("a", 0), e.EndAsked("time is up")), e.Stop).status == LEFT_EXIT
+    assert only(act(machine, e.NodeJoined("a", 0), e.EndAsked("time is up")), e.Stop).status == exits.LEFT

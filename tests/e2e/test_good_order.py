@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resilience.control.coordinator import LEFT_EXIT
+from megatron_resilience import exits
 from megatron_resilience.control.jobdir import JobDir
 from megatron_resilience.observe.trace import differences, read
 from tests.e2e.test_hot_swap import longer
@@ -36,10 +36,10 @@ def test_sigterm_saves_and_the_same_command_goes_on(template: Template, tmp_path
         if node_dies:
             kill_node(running.agents()[1])
         running.child.signal(signal.SIGTERM)
-        assert running.child.wait(90) == LEFT_EXIT, running.child.output[-4000:]
+        assert running.child.wait(90) == exits.LEFT, running.child.output[-4000:]
         assert "the same command goes on from it" in running.child.output
     status, said = JobDir(tmp_path / "job").outcome() or (0, "")
-    assert status == LEFT_EXIT and "SIGTERM" in said
+    assert status == exits.LEFT and "SIGTERM" in said
     saved = int((tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text())
     assert 4 <= saved < 14
     oracle = read(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""scripts/slurm/hot-swap.sbatch on a real Slurm of several virtual nodes (tests/support/slurm.py)."""
+"""scripts/slurm/*.sbatch on a real Slurm of several virtual nodes (tests/support/slurm.py)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resilience.control.coordinator import LEFT_EXIT
+from megatron_resilience import exits
 from megatron_resilience.control.jobdir import JobDir
 from megatron_resilience.observe.events import read_events
 from megatron_resilience.observe.trace import differences, read
 from tests.e2e.test_good_order import after
 from tests.e2e.test_hot_swap import longer
+from tests.e2e.test_layouts import RESHARDABLE, resharded_oracle
 from tests.e2e.test_load import STEADY
 from tests.support.configurations import Configuration
 from tests.support.slurm import Cluster, missing
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.e2e
 LONG = 300
 """Iterations that take longer than Slurm takes to look at time limits."""
 SBATCH = ROOT / "scripts" / "slurm" / "hot-swap.sbatch"
+RESHARD = SBATCH.with_name("reshard.sbatch")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,14 @@ class Submitted:
         self.cluster.wait(lambda: not self.cluster.allocated(), "the nodes to be free", 60)
 
 
-def submit(cluster: Cluster, folder: Path, configuration: Configuration, *options: str, **settings: str) -> Submitted:
+def submit(
+    cluster: Cluster,
+    folder: Path,
+    configuration: Configuration,
+    *options: str,
+    script: Path = SBATCH,
+    **settings: str,
+) -> Submitted:
     folder.mkdir(parents=True, exist_ok=True)
     environment = {
         "SPARES": "1",
@@ -96,7 +105,7 @@ def submit(cluster: Cluster, folder: Path, configuration: Configuration, *option
         "OMP_NUM_THREADS": "1",
         **settings,
     }
-    command = ["sbatch", "--parsable", "--nodes=3", "--mem=100", f"--output={folder}/slurm.txt", *options, str(SBATCH)]
+    command = ["sbatch", "--parsable", "--nodes=3", "--mem=100", f"--output={folder}/slurm.txt", *options, str(script)]
     command += [TRAIN_GPT, *configuration.argv, "--trace-dir", str(folder / "trace")]
     return Submitted(cluster, cluster.run(*command, env=environment, cwd=folder), folder)
 
@@ -129,8 +138,34 @@ def test_again_and_again(cluster: Cluster, tmp_path: Path, oracle, victim: str) 
 
 
 @pytest.mark.full
+def test_the_layout_changes_and_then_a_node_is_killed(cluster: Cluster, template: Template, tmp_path: Path) -> None:
+    """reshard.sbatch with a schedule and a spare: what follows equals stock Megatron going on at the new layout."""
+    changed, last, layout = 8, 60, "PP2 DP2"
+    configuration = longer("tp2_dp2_fp32", last, *RESHARDABLE)
+    oracle = resharded_oracle(template, tmp_path, configuration, changed, layout, last)
+    schedule = tmp_path / "schedule.yaml"
+    schedule.write_text(f"{changed}: {layout}\n")
+    job = submit(cluster, tmp_path / "run", configuration, script=RESHARD, SCHEDULE=str(schedule))
+    try:
+        job.wait_for_step(changed + 10)
+        cluster.kill_node("n2")
+        job.wait_until_freed()
+    finally:
+        cluster.revive("n2")
+    assert job.job_dir.outcome() == (0, ""), job.output
+    events = read_events(tmp_path / "run" / "job" / "events")
+    (switched,) = [event for event in events if event["kind"] == "switch_done"]
+    (recovered,) = [event for event in events if event["kind"] == "recovered" and "n2" in event["cause"]]
+    assert switched["generation"] == changed < recovered["generation"]
+    assert recovered["steps_again"] <= 1
+    for lines in read(tmp_path / "run" / "trace").values():
+        assert {line["iteration"] for line in lines} == set(range(1, last + 1))
+    assert after(differences(tmp_path / "run" / "trace", oracle)) == []
+
+
+@pytest.mark.full
 def test_the_time_limit_saves_requeues_and_goes_on(cluster: Cluster, template: Template, tmp_path: Path) -> None:
-    """The first run is cut off by its time limit; the second ends the job."""
+    """The first run is cut off by its time limit; the second goes on with the next step, in the same trace, to the end."""
     whole = longer("tp2_dp2_bf16_overlap", LONG, *STEADY)
     argv = [*whole.argv, "--trace-dir", str(tmp_path / "whole")]
     assert all(r.returncode == 0 for r in template.run_ranks(whole.world_size, argv, timeout=600))
@@ -150,8 +185,9 @@ def test_the_time_limit_saves_requeues_and_goes_on(cluster: Cluster, template: T
     oracle = read(tmp_path / "whole")
     traced = read(tmp_path / "run" / "trace")
     assert 5 <= saved < LONG
-    assert all([line["iteration"] for line in lines] == list(range(saved + 1, LONG + 1)) for lines in traced.values())
-    assert all(lines == oracle[rank][saved:] for rank, lines in traced.items())
+    # Neither a step left out nor one done twice.
+    assert all([line["iteration"] for line in lines] == list(range(1, LONG + 1)) for lines in traced.values())
+    assert all(lines == oracle[rank] for rank, lines in traced.items())
     assert after(differences(tmp_path / "run" / "trace", tmp_path / "whole")) == []
     assert "goes back into the queue" in job.output
 
@@ -207,4 +243,4 @@ def test_a_job_that_cannot_start_gives_its_nodes_back(cluster: Cluster, tmp_path
     job = submit(cluster, tmp_path, longer("tp2_dp2_fp32", 5, "--no-such-option"))
     job.wait_until_freed()
     assert job.state == "FAILED"
-    assert job.job_dir.outcome() != (LEFT_EXIT, "") and "no-such-option" in job.output, job.output
+    assert job.job_dir.outcome() != (exits.LEFT, "") and "no-such-option" in job.output, job.output

@@ -23,8 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_resilience.megatron_adapter import versions
+
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN_GPT = str(ROOT / "examples" / "train_gpt.py")
+NEWEST = versions.check().startswith(f"{versions.SUPPORTED[-1]}.")
+"""Whether Megatron is of the newest release that is supported."""
+TRAIN_GPT = str(ROOT / "examples/train_gpt.py" if NEWEST else ROOT / "tests/support/train_gpt_older.py")
 
 
 def free_port() -> int:

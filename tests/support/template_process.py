@@ -45,8 +45,10 @@ def _die_with(parent: int) -> None:
 
 
 def _import_everything() -> None:
-    """What examples/train_gpt.py needs; its main() is not run."""
-    spec = importlib.util.spec_from_file_location("_train_gpt", _ROOT / "examples" / "train_gpt.py")
+    """What the training script needs; its main() is not run."""
+    from tests.support.template import TRAIN_GPT
+
+    spec = importlib.util.spec_from_file_location("_train_gpt", TRAIN_GPT)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     threads = len(os.listdir("/proc/self/task"))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_resilience import exits
 from megatron_resilience.routing import command
 from megatron_resilience.vps.catalogue import Catalogue, catalogue_from_json
 from megatron_resilience.vps.families import ModelShape, build_catalogue, load_model
@@ -126,13 +127,13 @@ def test_unknown_models_and_fields(tmp_path):
 
 def test_the_command_refuses_before_anything_moves(capsys):
     arguments = ["--model", "llama2-70b", "--from", "TP8·PP8·DP8", "--json"]
-    assert command.main([*arguments, "--to", "TP16·PP8·DP4"]) == 1
+    assert command.main([*arguments, "--to", "TP16·PP8·DP4"]) == exits.IMPOSSIBLE
     refused = json.loads(capsys.readouterr().out)["refused"]
     assert "TP=16 does not divide the 8 query groups" in refused
     assert "nearest layouts of 512 ranks that can: TP8·PP16·DP4, TP8·PP8·DP8, " in refused
-    assert command.main([*arguments, "--to", "TP8·PP8·DP7", "--global-batch", "512"]) == 1
+    assert command.main([*arguments, "--to", "TP8·PP8·DP7", "--global-batch", "512"]) == exits.IMPOSSIBLE
     assert "DP=7 does not divide the 512 microbatches" in json.loads(capsys.readouterr().out)["refused"]
-    assert command.main([*arguments, "--to", "TP8·PP8·DP4", "--memory", "2"]) == 1
+    assert command.main([*arguments, "--to", "TP8·PP8·DP4", "--memory", "2"]) == exits.IMPOSSIBLE
     assert "cannot hold the new state" in json.loads(capsys.readouterr().out)["refused"]
-    assert command.main([*arguments, "--to", "TP8·PP8·DP4", "--lost", "0,8"]) == 1
+    assert command.main([*arguments, "--to", "TP8·PP8·DP4", "--lost", "0,8"]) == exits.IMPOSSIBLE
     assert "nobody holds" in json.loads(capsys.readouterr().out)["refused"]
