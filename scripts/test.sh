@@ -25,4 +25,4 @@ echo "== lint"
 echo "== types"
 "$python" -m mypy
 echo "== tests"
-"$python" -m pytest "${selection[@]}" --durations=10
+"$python" -m pytest "${selection[@]}" --durations=25
