@@ -41,7 +41,7 @@ RANKS_PER_NODE, NODES, SPARES = 2, 2, 1
 MODEL = """
 --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128
 --micro-batch-size 4 --global-batch-size 8 --use-distributed-optimizer
---lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 4 --weight-decay 0.1 --clip-grad 1.0
+--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 4 --weight-decay 0.1 --clip-grad 1.0
 --split 98,2,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0 --seed 1234
 --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
 """
@@ -149,7 +149,7 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="folder, made anew")
     parser.add_argument("--victim", type=int, choices=range(NODES), default=0, help="node to kill (0: the leader)")
-    parser.add_argument("--iterations", type=int, default=48)
+    parser.add_argument("--iterations", type=int, default=42)
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the moment of death")
     return parser.parse_args()
 
