@@ -11,6 +11,7 @@ import yaml
 from megatron_resilience import arguments as deadpool_arguments
 from megatron_resilience.control.options import LaunchOptions
 from megatron_resilience.errors import ConfigurationError
+from megatron_resilience.hotswap.schedule import read_schedule
 from megatron_resilience.preflight.job import Hardware, Job
 from megatron_resilience.vps.families import ModelShape, build_catalogue
 from megatron_resilience.vps.layout import Layout
@@ -89,6 +90,10 @@ def job_from(options: LaunchOptions, hardware: Hardware, step_seconds: float | N
         parameter_bytes=2 if mixed else 4,
         step_seconds=step_seconds,
         domains=_domains(options),
+        changes=tuple(change for _, change in read_schedule(args.hotswap_schedule, layout))
+        if args.hotswap_schedule
+        else (),
+        exclusive_memory=args.hotswap_exclusive_memory,
     )
 
 

@@ -17,6 +17,7 @@ from megatron_resilience import exits
 from megatron_resilience.control import options as launch_options
 from megatron_resilience.errors import ConfigurationError
 from megatron_resilience.preflight.arguments import job_from
+from megatron_resilience.preflight.changes import Change, change_rules, changes
 from megatron_resilience.preflight.estimate import Estimate, estimate
 from megatron_resilience.preflight.job import GIB, Hardware, Job, load_hardware, load_job
 from megatron_resilience.preflight.machine import look
@@ -44,19 +45,20 @@ def run(args: argparse.Namespace) -> int:
     """
     job = _job(args)
     try:
-        taken = estimate(job)
+        taken, planned = estimate(job), changes(job)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     machine = None if args.anywhere else look()
-    findings = job_rules(job, taken)
+    findings = job_rules(job, taken) + change_rules(job, planned)
     if machine is not None:
         findings += machine_rules(job, taken, machine, os.environ)
     refused = any(finding.refused for finding in findings)
     if args.json:
-        figures = dataclasses.asdict(taken) | {"refused": [f.text for f in findings if f.refused]}
+        figures = dataclasses.asdict(taken) | {"changes": [_described(change) for change in planned]}
+        figures |= {"refused": [f.text for f in findings if f.refused]}
         print(json.dumps(figures | {"warnings": [f.text for f in findings if not f.refused]}))
     else:
-        print("\n".join(report(job, taken, machine, findings)))
+        print("\n".join(report(job, taken, planned, machine, findings)))
     return exits.IMPOSSIBLE if refused else exits.DONE
 
 
@@ -77,7 +79,13 @@ def _job(args: argparse.Namespace) -> Job:
     return job if args.step_seconds is None else dataclasses.replace(job, step_seconds=args.step_seconds)
 
 
-def report(job: Job, taken: Estimate, machine: Machine | None, findings: Iterable[Finding]) -> list[str]:
+def _described(change: Change) -> dict[str, object]:
+    return dataclasses.asdict(change) | {"before": str(change.before), "after": str(change.after)}
+
+
+def report(
+    job: Job, taken: Estimate, planned: Iterable[Change], machine: Machine | None, findings: Iterable[Finding]
+) -> list[str]:
     """Lines for people."""
     hardware = job.hardware
     lines = [
@@ -93,6 +101,11 @@ def report(job: Job, taken: Estimate, machine: Machine | None, findings: Iterabl
         lines.append(
             f"  a node replaced      {taken.send_seconds / job.deadpool.replicas:10.2f} s to send its state, besides start-up, "
             "rebuilding connections and the step that is done again"
+        )
+    for change in planned:
+        lines.append(
+            f"  change of layout     {change.device_bytes / GIB:10.2f} GiB per rank and {change.host_bytes / GIB:.2f} GiB of "
+            f"host memory per node while {change.before} becomes {change.after}"
         )
     lines.append(f"  time limits          {_limits(job)}")
     if job.deadpool.replicas:

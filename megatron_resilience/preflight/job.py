@@ -12,6 +12,7 @@ import yaml
 from megatron_resilience.deadpool.config import DeadpoolConfig, flag_of
 from megatron_resilience.errors import ConfigurationError
 from megatron_resilience.files import folder
+from megatron_resilience.hotswap.schedule import bare, parse_entry
 from megatron_resilience.vps.catalogue import Catalogue
 from megatron_resilience.vps.families import load_model
 from megatron_resilience.vps.layout import Layout, parse_layout
@@ -56,6 +57,8 @@ class Job:
         gradient_bytes: of a gradient.
         step_seconds: of one step; None: not known.
         domains: failure domain of each node; empty: each its own.
+        changes: layouts that it is to change to, in order.
+        exclusive_memory: with ``--hotswap-exclusive-memory``.
     """
 
     name: str
@@ -73,6 +76,8 @@ class Job:
     gradient_bytes: int = 4
     step_seconds: float | None = None
     domains: tuple[str, ...] = ()
+    changes: tuple[Layout, ...] = ()
+    exclusive_memory: bool = False
 
     @property
     def world_size(self) -> int:
@@ -82,6 +87,7 @@ class Job:
 
 _TOP = {"model", "layout", "nodes", "spares", "ranks_per_node", "hardware", "deadpool", "heartbeat_timeout"}
 _TOP |= {"distributed_timeout_minutes", "step_seconds", "parameter_bytes", "gradient_bytes", "distributed_optimizer"}
+_TOP |= {"changes", "exclusive_memory"}
 _NEEDED = ("model", "layout", "nodes", "ranks_per_node")
 
 
@@ -110,10 +116,11 @@ def load_job(name_or_file: str) -> Job:
     if missing:
         raise ConfigurationError(f"{path}: {', '.join(missing)} missing")
     try:
+        layout = parse_layout(str(data["layout"]))
         return Job(
             name=path.stem,
             catalogue=load_model(str(data["model"])),
-            layout=parse_layout(str(data["layout"])),
+            layout=layout,
             nodes=int(data["nodes"]),
             spares=int(data.get("spares", 0)),
             ranks_per_node=int(data["ranks_per_node"]),
@@ -125,6 +132,8 @@ def load_job(name_or_file: str) -> Job:
             parameter_bytes=int(data.get("parameter_bytes", 2)),
             gradient_bytes=int(data.get("gradient_bytes", 4)),
             step_seconds=None if data.get("step_seconds") is None else float(data["step_seconds"]),
+            changes=tuple(parse_entry(entry, bare(layout), f"{path}: changes") for entry in data.get("changes", ())),
+            exclusive_memory=bool(data.get("exclusive_memory", False)),
         )
     except ValueError as error:
         raise ConfigurationError(f"{path}: {error}") from error

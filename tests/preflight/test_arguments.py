@@ -86,3 +86,15 @@ def test_what_sizes_depend_on_must_be_there(script, capsys, left_out, says):
 def test_settings_and_arguments_do_not_go_together(capsys):
     assert main(["preflight", "--nnodes", "3", "7b"]) == 2
     assert "not both" in capsys.readouterr().err
+
+
+def test_the_schedule_of_layouts_is_judged_with_it(script, tmp_path, capsys):
+    hardware, schedule = tmp_path / "node.yaml", tmp_path / "schedule.yaml"
+    hardware.write_text("device_memory_gib: 40\n")
+    schedule.write_text("100: TP1 DP64\n")
+    change = ["--hotswap-parallelism", "--hotswap-schedule", str(schedule)]
+    command = ["preflight", "--hardware", str(hardware), *LAUNCH, script, *LLAMA_7B, *change]
+    assert main(command) == 2
+    assert "REFUSED: the change from TP2·PP1·DP32 to TP1·PP1·DP64" in capsys.readouterr().out
+    assert main([*command, "--hotswap-exclusive-memory"]) == 0
+    assert "while TP2·PP1·DP32 becomes TP1·PP1·DP64" in capsys.readouterr().out
