@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,25 @@ def test_one_failure_ends_all(template):
 def test_timeout_shows_output_and_kills(template):
     with pytest.raises(TimeoutError, match=r"asleep \['--x'\]"):
         template.run_ranks(2, ["--x"], target=f"{PROGRAMS}:sleep", timeout=0.5)
+
+
+def test_a_process_id_that_comes_again_is_another_process(template):
+    first = template.fork("os:getpid")
+    first.wait(30)
+    again = Path("/proc/sys/kernel/ns_last_pid")
+    if not os.access(again, os.W_OK):
+        pytest.skip("only root may choose the next process id")
+    for _ in range(20):
+        again.write_text(str(first.pid - 1))
+        second = template.fork(f"{PROGRAMS}:sleep")
+        try:
+            if second.pid == first.pid:
+                assert second.poll() is None
+                return
+        finally:
+            second.kill_group()
+            second.wait(30)
+    pytest.skip("somebody else took the process id each time")
 
 
 def test_orphans_are_seen(template):

@@ -176,6 +176,8 @@ class Template:
         output.touch(mode=0o600)
         environment = plain_environment() if env is None else dict(env)
         answer = self._ask(op="fork", target=target, argv=list(argv), env=environment, output=str(output), cwd=str(cwd))
+        # Process ids come again within a session (there are 32768 of them): this one's end is not its namesake's.
+        self._codes.pop(answer["pid"], None)
         return Child(self, answer["pid"], output)
 
     def start_ranks(
