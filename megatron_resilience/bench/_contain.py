@@ -72,9 +72,10 @@ def _keep(work: Callable[[Path], int], folder: Path, watched: int) -> NoReturn:
         # Ctrl-C goes to the front alone, which decides.
         os.setsid()
         _become_subreaper()
+        keeper = os.getpid()
         worker = os.fork()
         if worker == 0:
-            _work(work, folder)
+            _work(work, folder, keeper)
         pidfd = os.pidfd_open(worker)
         poll = select.poll()
         poll.register(watched, select.POLLIN)
@@ -91,10 +92,10 @@ def _keep(work: Callable[[Path], int], folder: Path, watched: int) -> NoReturn:
         os._exit(status)
 
 
-def _work(work: Callable[[Path], int], folder: Path) -> NoReturn:
+def _work(work: Callable[[Path], int], folder: Path, keeper: int) -> NoReturn:
     status = 1
     try:
-        die_with_parent()
+        die_with_parent(keeper)
         for signum in _ENDING:
             signal.signal(signum, signal.SIG_DFL)
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -55,7 +56,12 @@ class Job:
             environment[_probe.RELAYOUT] = "1"
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, cwd=folder, preexec_fn=die_with_parent
+                command,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=folder,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
 
     @classmethod

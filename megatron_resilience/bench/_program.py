@@ -15,7 +15,7 @@ from megatron_resilience.control.zygote import die_with_parent
 def main():
     """Trains; the probe is the outermost wrapper, so it goes on last."""
     # Under torchrun nobody else sees to it.
-    die_with_parent()
+    die_with_parent(os.getppid())
     pretrain = megatron.training.pretrain
 
     def probed_pretrain(*args, **kwargs):

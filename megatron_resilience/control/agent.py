@@ -98,7 +98,7 @@ class Agent:
         self._tasks: set[asyncio.Task[Any]] = set()
         zygote_pid, self._zygote = start_zygote(options.script)
         self._zygote_pid = zygote_pid
-        self.node = Node(node, address, options, self._zygote, self._watch)
+        self.node = Node(node, address, options, self._zygote, self._watch, self._unwatch)
         self._overseer = Overseer(self.node, self._events, self._tell_leader, self._spawn)
         self._desk = Desk(lambda: self._leader, lambda: self._leader_at, self._send_to_agent)
 
@@ -450,12 +450,21 @@ class Agent:
     def _watch(self, process: RankProcess) -> None:
         asyncio.get_running_loop().add_reader(process.channel.sock, self._read_rank, process)
 
+    def _unwatch(self, process: RankProcess) -> None:
+        # The zygote's word may come before what the rank said last. And a channel that is closed while the loop still reads it
+        # would keep the next rank with the same descriptor from being heard.
+        while (received := process.channel.receive(wait=False)) is not None:
+            self._hear(process, *received)
+        asyncio.get_running_loop().remove_reader(process.channel.sock)
+
     def _read_rank(self, process: RankProcess) -> None:
         received = process.channel.receive()
         if received is None:
             asyncio.get_running_loop().remove_reader(process.channel.sock)
             return
-        message, _ = received
+        self._hear(process, *received)
+
+    def _hear(self, process: RankProcess, message: dict[str, Any], fds: list[int]) -> None:
         kind = message["kind"]
         if self._overseer.rank_said(process, message):
             return
@@ -464,7 +473,7 @@ class Agent:
         elif kind == "drop_memory":
             self.node.drop_memory(process, message["owners"])
         elif kind == "shelf":
-            self.node.keep_shelf(process, message["owner"], received[1][0], message["size"])
+            self.node.keep_shelf(process, message["owner"], fds[0], message["size"])
         elif kind == "borrow":
             self.node.lend(process, message["world"], message["sources"])
         elif self.node.next.get(process.rank) is process:
@@ -631,7 +640,7 @@ def run_agent(
     return asyncio.run(agent.run())
 
 
-def be_local_node() -> None:
-    """In a forked agent of ``--local-nodes``: ends with the launcher, and with nobody else's signals."""
-    die_with_parent(signal.SIGTERM)
+def be_local_node(launcher: int) -> None:
+    """In a forked agent of ``--local-nodes``: ends with the launcher (its process id), and with nobody else's signals."""
+    die_with_parent(launcher, signal.SIGTERM)
     os.setpgid(0, 0)

@@ -42,12 +42,21 @@ class Channel:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self.sock.sendmsg([data], ancillary)
 
-    def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message and its descriptors, or None when the other end is gone."""
+    def receive(self, wait: bool = True) -> tuple[dict[str, Any], list[int]] | None:
+        """The next message and its descriptors, or None when the other end is gone; without ``wait``, also when there is none."""
         size = socket.CMSG_SPACE(_MAX_FDS * 4)
+        flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
         try:
-            data, ancillary, _, _ = self.sock.recvmsg(LIMIT, size, socket.MSG_CMSG_CLOEXEC)
+            try:
+                data, ancillary, _, _ = self.sock.recvmsg(LIMIT, size, flags)
+            except ConnectionResetError:
+                # It died with a message of ours unread; what it sent before is still here.
+                data, ancillary, _, _ = self.sock.recvmsg(LIMIT, size, flags)
         except ConnectionError:
+            return None
+        except BlockingIOError:
+            if wait:
+                raise
             return None
         if not data:
             return None

@@ -81,11 +81,11 @@ def _launch_local(options: LaunchOptions, secret: bytes) -> int:
     listener = bind(host, port)
     endpoint = listener.getsockname()[:2]
     _preload(options)
-    agents = {}
+    agents, launcher = {}, os.getpid()
     for order in range(options.nnodes):
         pid = os.fork()
         if pid == 0:
-            _be_agent(options, order, secret, endpoint, listener)
+            _be_agent(options, order, secret, endpoint, listener, launcher)
         agents[pid] = order
     listener.close()
     return _wait(agents)
@@ -97,10 +97,10 @@ def _preload(options: LaunchOptions) -> None:
     preload()
 
 
-def _be_agent(options, order, secret, endpoint, listener) -> NoReturn:
+def _be_agent(options, order, secret, endpoint, listener, launcher) -> NoReturn:
     status = exits.FAILED
     try:
-        be_local_node()
+        be_local_node(launcher)
         if order != 0:
             listener.close()
         status = run_agent(options, order, secret, endpoint, listener if order == 0 else None)

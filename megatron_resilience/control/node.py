@@ -73,6 +73,7 @@ class Node:
         options: the launcher's.
         zygote: channel to it.
         watch: called with a new rank, to read its channel.
+        unwatch: called with a rank whose process has ended, before its channel is closed.
     """
 
     def __init__(
@@ -82,12 +83,13 @@ class Node:
         options: LaunchOptions,
         zygote: Channel,
         watch: Callable[[RankProcess], None],
+        unwatch: Callable[[RankProcess], None],
     ) -> None:
         self.node = node
         self._address = address
         self._options = options
         self._zygote = zygote
-        self._watch = watch
+        self._watch, self._unwatch = watch, unwatch
         self._tickets: dict[int, RankProcess] = {}
         self._last_ticket = 0
         self.ranks: dict[int, RankProcess] = {}
@@ -253,6 +255,7 @@ class Node:
         if ended is None:
             return None
         self._tickets = {t: p for t, p in self._tickets.items() if p is not ended}
+        self._unwatch(ended)
         known = self.ranks.get(ended.rank) is ended
         if known:
             del self.ranks[ended.rank]

@@ -29,9 +29,12 @@ PRELOAD = ("numpy", "torch", "torch.distributed", "megatron_resilience.autoload"
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(sig: int = signal.SIGKILL) -> None:
-    """Makes the kernel send ``sig`` to this process when its parent dies, however it dies."""
-    parent = os.getppid()
+def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:
+    """Makes the kernel send ``sig`` to this process when its parent dies, however it dies.
+
+    Args:
+        parent: its process id, from before the fork: it may be dead when the child gets to run.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -47,13 +50,14 @@ def start_zygote(script: str) -> tuple[int, Channel]:
         Its pid and the channel to it.
     """
     ours, theirs = Channel.pair()
+    agent = os.getpid()
     pid = os.fork()
     if pid:
         theirs.close()
         return pid, ours
     ours.close()
     try:
-        die_with_parent()
+        die_with_parent(agent)
         os.setpgid(0, 0)
         # Slurm sends it to every process of a step; the agent decides what it means.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -112,13 +116,14 @@ def _serve(channel: Channel) -> NoReturn:
             if received is None:
                 _end(children)
             message, fds = received
+            zygote = os.getpid()
             pid = os.fork()
             if pid == 0:
                 with contextlib.suppress(OSError):
                     channel.close()
                     for other in children:
                         os.close(other)
-                _become_rank(message, fds)
+                _become_rank(message, fds, zygote)
             for passed in fds:
                 os.close(passed)
             pidfd = os.pidfd_open(pid)
@@ -147,11 +152,11 @@ def _end_group(rank: int) -> None:
         os.killpg(rank, signal.SIGKILL)
 
 
-def _become_rank(message: dict[str, Any], fds: list[int]) -> NoReturn:
+def _become_rank(message: dict[str, Any], fds: list[int], zygote: int) -> NoReturn:
     """In the forked child: the rank's environment, then the user's script."""
     status = 1
     try:
-        die_with_parent()
+        die_with_parent(zygote)
         # As torchrun does. Where the kernel shares the processor out by session, ranks must not have one share together, and
         # agents not the same as the ranks that they watch.
         os.setsid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -118,7 +119,7 @@ def run(command: Sequence[str], timeout: float, cwd: Path) -> Finished:
         text=True,
         start_new_session=True,
         # Also when this process is killed, or told to end before it knows the child's number.
-        preexec_fn=die_with_parent,
+        preexec_fn=functools.partial(die_with_parent, os.getpid()),
     )
     try:
         output, _ = process.communicate(timeout=timeout)

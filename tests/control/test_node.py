@@ -1,5 +1,7 @@
 """Which processes a node has, epoch by epoch; the zygote is a socket here, and nothing is started."""
 
+import os
+import socket
 from dataclasses import replace
 
 import pytest
@@ -16,7 +18,10 @@ def node():
     options = LaunchOptions(
         **{**dict.fromkeys(LaunchOptions.__dataclass_fields__), "script": "x.py", "script_args": ("--lr", "1")}
     )
-    made = Node("a", "127.0.0.1", options, ours, lambda process: None)
+    made = Node(
+        "a", "127.0.0.1", options, ours, lambda process: None, lambda process: HEARD.append(last_words(process))
+    )
+    HEARD.clear()
     made.enter(FIRST)
     yield made, theirs
     for process in [*made.ranks.values(), *made.next.values()]:
@@ -24,6 +29,18 @@ def node():
         process.stacks.close()
     ours.close()
     theirs.close()
+
+
+HEARD = []
+"""By rank that has ended, what its channel still held."""
+
+
+def last_words(process):
+    """All that is left in a channel."""
+    words = []
+    while (received := process.channel.receive(wait=False)) is not None:
+        words.append(received[0])
+    return process.rank, words
 
 
 FIRST = Epoch(1, "", ("a", "b"), 2, fresh=True)
@@ -51,6 +68,25 @@ def test_the_next_world_starts_beside_this_one_with_its_layout(node):
         assert argv[argv.index("--pipeline-model-parallel-size") + 1] == "2" and "--lr" in argv
     made.take_next(NEXT)
     assert made.world == 2 and {p.world for p in made.ranks.values()} == {2} and not made.next
+
+
+def test_what_a_rank_said_last_is_heard_though_its_end_is_known_before(node):
+    made, theirs = node
+    theirs.sock.setblocking(False)
+    process = made.ranks[1]
+    ends = {}
+    for ticket in (1, 2):
+        _, (end, *others) = theirs.receive()
+        ends[ticket] = Channel(socket.socket(fileno=end))
+        for fd in others:
+            os.close(fd)
+    made.zygote_said({"kind": "started", "ticket": 2, "pid": 4711}, [])
+    ends[2].send({"kind": "fatal", "error": "no room"})
+    for end in ends.values():
+        end.close()
+    assert made.zygote_said({"kind": "exited", "pid": 4711, "status": 2}, []) == (process, 2)
+    assert HEARD == [(1, [{"kind": "fatal", "error": "no room"}])]
+    assert 1 not in made.ranks and process.channel.sock.fileno() == -1
 
 
 def test_a_world_that_is_given_up_leaves_this_one(node):
