@@ -103,6 +103,8 @@ class Child:
         """Kills the process and what it started in its own process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        # Just forked it has no group yet.
+        self.signal(signal.SIGKILL)
 
 
 class Template:
