@@ -11,6 +11,7 @@ import xxhash
 from megatron.core import mpu
 
 _PIECE = 1 << 22
+_SHIFTED = (1 << 35) - 1
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,10 +39,11 @@ def device_fingerprint(flat: torch.Tensor) -> torch.Tensor:
     for start in range(0, words.numel(), _PIECE):
         piece = words[start : start + _PIECE].to(torch.int64)
         place = torch.arange(start, start + piece.numel(), device=flat.device, dtype=torch.int64)
-        # Odd multipliers: no position is lost modulo 2^64; the square term tells swaps of equal sums apart.
-        weight = place * 0x5851F42D4C957F2D + 0x14057B7EF767814F
+        # An odd number of each place's own, and a shift that fills with zeros: both are bijections of 64-bit words, so that
+        # one word that changes always shows; words that change places do unless two sums happen to be equal.
+        weight = ((place * 0x5851F42D4C957F2D) << 1) + 0x14057B7EF767814F
         mixed = (piece + 0x2545F491) * weight
-        result = result * 31 + (mixed ^ (mixed >> 29)).sum()
+        result = result * 31 + (mixed ^ ((mixed >> 29) & _SHIFTED)).sum()
     return result
 
 
