@@ -80,6 +80,7 @@ def test_torchrun_is_bit_equal_to_forked_ranks(template, tmp_path):
     assert torchrun(configuration, tmp_path / "torchrun", TRAIN_GPT) == forked
 
 
+@pytest.mark.full
 def test_installing_after_megatron_was_imported_is_bit_equal(template, tmp_path):
     configuration = CONFIGURATIONS["moe_ep2"]
     forked = train(template, configuration, tmp_path / "forked")

@@ -63,6 +63,7 @@ def test_with_evaluation_and_averaged_logs(template: Template, tmp_path: Path, o
     assert left.of_kind("recovered")
 
 
+@pytest.mark.full
 def test_checkpoints_are_those_of_an_undisturbed_run(template: Template, tmp_path: Path, oracle: Oracle) -> None:
     """Left at the end of every checkpoint; stock Megatron loads the result and goes on as from an undisturbed one.
 
