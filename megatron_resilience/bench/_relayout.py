@@ -142,28 +142,12 @@ def _timed(notes: Notes, name: str, call: Callable[..., Any]) -> Callable[..., A
 
 def tensor_bytes(model: Any, optimizer: Any) -> dict[str, int]:
     """See :meth:`Notes.tensors`; memory that several tensors share is counted once, where it comes first."""
-    from megatron_resilience.megatron_adapter.buckets import chained
+    from megatron_resilience.megatron_adapter.tenancy import training_tensors
 
     seen: set[int] = set()
-    parameters: list[torch.Tensor] = []
-    gradients: list[torch.Tensor] = []
-    for chunk in model:
-        parameters += [*chunk.module.parameters(), *chunk.module.buffers()]
-        # DDP's own attribute of that name, not torch's method.
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            parameters += [t for t in (buffer.param_data,) if t is not None]
-            gradients += [t for t in (buffer.grad_data,) if t is not None]
-    states: list[torch.Tensor] = []
-    for part in chained(optimizer):
-        for group in part.optimizer.param_groups:
-            states += group["params"]
-        for state in part.optimizer.state.values():
-            states += [t for t in state.values() if isinstance(t, torch.Tensor)]
-    return {
-        "model": _unique(parameters, seen),
-        "gradients": _unique(gradients, seen),
-        "optimizer": _unique(states, seen),
-    }
+    found = training_tensors(model, optimizer)
+    found["model"] += [buffer for chunk in model for buffer in chunk.module.buffers()]
+    return {kind: _unique(tensors, seen) for kind, tensors in found.items()}
 
 
 def _unique(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:

@@ -90,7 +90,7 @@ class Layouts(Epochs):
             return []
         last = self.switch.park(event.rank, event.generation, event.slot)
         self.switch.since = now
-        return self._prepare() if last and self.exclusive else self._maybe_move(now)
+        return self._prepare() if last and self.switch.exclusive else self._maybe_move(now)
 
     def _maybe_move(self, now: float) -> list[Action]:
         assert self.switch is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -61,20 +62,26 @@ class Tenancy:
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
         seen: set[int] = set()
-        for tensor in self._tensors():
+        for tensor in itertools.chain(*training_tensors(self._model, self._optimizer).values()):
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 yield storage
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        for chunk in self._model:
-            yield from chunk.module.parameters()
-            # DDP's own attribute of that name, not torch's method.
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                yield from (t for t in (buffer.param_data, buffer.grad_data) if t is not None)
-        for part in chained(self._optimizer):
-            for group in part.optimizer.param_groups:
-                yield from group["params"]
-            for state in part.optimizer.state.values():
-                yield from (t for t in state.values() if isinstance(t, torch.Tensor))
+
+def training_tensors(model: list[Any], optimizer: Any) -> dict[str, list[torch.Tensor]]:
+    """What a rank trains with, by kind: ``model`` (parameters), ``gradients``, ``optimizer`` (masters, states). Several may share
+    memory, also those of different kinds."""
+    found: dict[str, list[torch.Tensor]] = {"model": [], "gradients": [], "optimizer": []}
+    for chunk in model:
+        found["model"] += chunk.module.parameters()
+        # DDP's own attribute of that name, not torch's method.
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            found["model"] += [t for t in (buffer.param_data,) if t is not None]
+            found["gradients"] += [t for t in (buffer.grad_data,) if t is not None]
+    for part in chained(optimizer):
+        for group in part.optimizer.param_groups:
+            found["optimizer"] += group["params"]
+        for state in part.optimizer.state.values():
+            found["optimizer"] += [t for t in state.values() if isinstance(t, torch.Tensor)]
+    return found

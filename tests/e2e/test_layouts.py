@@ -221,21 +221,22 @@ def assert_equal_until(trace: Path, oracle: Path, generation: int) -> None:
                 assert line == expected[line["iteration"]]
 
 
+def dying(folder: Path, what: str, rank: int) -> tuple[Path, dict[str, str]]:
+    """A schedule with one change, and what die_in_switch.py is told about the death in the middle of it."""
+    schedule = folder / "schedule.yaml"
+    schedule.write_text("4: PP2 DP2\n")
+    (folder / "sums").mkdir()
+    marker = str(folder / "died")
+    return schedule, {"SUMS": str(folder / "sums"), "DIE_RANK": str(rank), "DIE_WHAT": what, "DIE_MARKER": marker}
+
+
 @pytest.mark.parametrize(("what", "rank"), [("rank", 1), ("node", 0), pytest.param("node", 3, marks=full)])
 def test_a_death_in_the_middle_of_a_switch_loses_nothing(
     template: Template, tmp_path: Path, oracle: Callable[[Configuration], Path], what: str, rank: int
 ) -> None:
     """The old layout trains on (with a spare where a node died), and the change is made later."""
     base = longer("tp2_dp2_fp32", 60)
-    schedule = tmp_path / "schedule.yaml"
-    schedule.write_text("4: PP2 DP2\n")
-    (tmp_path / "sums").mkdir()
-    env = {
-        "SUMS": str(tmp_path / "sums"),
-        "DIE_RANK": str(rank),
-        "DIE_WHAT": what,
-        "DIE_MARKER": str(tmp_path / "died"),
-    }
+    schedule, env = dying(tmp_path, what, rank)
     extra = (*HOTSWAP, "--hotswap-schedule", str(schedule))
     with job(template, tmp_path / "run", base, extra, script=DIE_IN_SWITCH, env=env) as running:
         running.finish(timeout=200)
@@ -254,17 +255,9 @@ def test_where_two_layouts_do_not_fit_the_old_one_makes_room(
 ) -> None:
     """It takes its memory again when the change fails, and trains on with what it had; the next attempt succeeds."""
     base = longer("tp2_dp2_bf16_overlap", 40)
-    schedule = tmp_path / "schedule.yaml"
-    schedule.write_text("4: PP2 DP2\n")
-    (tmp_path / "sums").mkdir()
+    schedule, env = dying(tmp_path, what, rank)
     (tmp_path / "tenants").mkdir()
-    env = {
-        "SUMS": str(tmp_path / "sums"),
-        "DIE_RANK": str(rank),
-        "DIE_WHAT": what,
-        "DIE_MARKER": str(tmp_path / "died"),
-        "TENANTS": str(tmp_path / "tenants"),
-    }
+    env["TENANTS"] = str(tmp_path / "tenants")
     extra = (*HOTSWAP, "--hotswap-exclusive-memory", "--hotswap-schedule", str(schedule))
     with job(template, tmp_path / "run", base, extra, script=DIE_IN_SWITCH, env=env) as running:
         running.finish(timeout=200)
