@@ -317,7 +317,7 @@ class Coordinator(Layouts):
     def _rank_joined(self, event: RankJoined, now: float) -> list[Action]:
         if self._of_switch(event.epoch):
             assert self.switch is not None
-            return self._take_next() if self.switch.join(event.rank) else []
+            return self._take_next(now) if self.switch.join(event.rank) else []
         if not self._is_current(event.epoch):
             return []
         assert self.epoch is not None
@@ -330,9 +330,7 @@ class Coordinator(Layouts):
         # Ranks that are new have not heard it.
         leave: list[Action] = [Leave(self.leaving)] if self.leaving else []
         actions: list[Action] = [Note("running", {"epoch": event.epoch, "generation": event.generation}), *leave]
-        actions += self._leave_ailing()
-        wish, self.wish = self.wish, None
-        return actions + (self._switch_asked(SwitchAsked(wish), now) if wish else [])
+        return actions + self._leave_ailing() + self._wished(now)
 
     def first_step(self) -> None:
         """Notes that a step was completed: from now on start-up state is history."""

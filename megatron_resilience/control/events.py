@@ -141,10 +141,17 @@ class EndAsked:
 
 @dataclass(frozen=True)
 class SwitchAsked:
-    """Somebody wants another layout; ``ticket`` comes back in the answer, 0: nobody waits for one."""
+    """Somebody wants another layout.
+
+    Attributes:
+        wish: which.
+        ticket: comes back in the answer; 0: nobody waits for one.
+        epoch: that the rank which asks trains in, or is about to; 0: no rank asks.
+    """
 
     wish: Wish
     ticket: int = 0
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ class Layouts(Epochs):
             answer: list[Action] = [Answer(event.ticket, False, why)] if event.ticket else []
             return [Note("switch_refused", {"layout": wish.layout, "why": why}), *answer]
 
+        if self._of_switch(event.epoch):
+            # The next entry of a schedule, said before the world that asks has begun: it must not come too late.
+            self.wish = wish
+            return []
         if self.switch is not None:
             return refused("another change is under way")
         if self.leaving or self.phase in (Phase.FINISHING, Phase.FORMING):
@@ -100,7 +104,7 @@ class Layouts(Epochs):
         self.switch.since = now
         return [SendPlan(plan), Note("moving", {"epoch": plan.epoch, "generation": plan.generation})]
 
-    def _take_next(self) -> list[Action]:
+    def _take_next(self, now: float) -> list[Action]:
         """The point of no return: the new world holds everything, and copies of it on other nodes."""
         assert self.switch is not None
         target, self.switch = self.switch.target, None
@@ -111,12 +115,18 @@ class Layouts(Epochs):
         self._joined = set(range(target.world_size))
         self._ready, self._finished, self._exited, self._down = set(), set(), set(), set()
         self._broken_at, self._broken, self._planned = None, set(), True
-        return [Switched(self.epoch), Note("switched", {"epoch": target.number, "layout": target.layout})]
+        note = Note("switched", {"epoch": target.number, "layout": target.layout})
+        return [Switched(self.epoch), note, *self._wished(now)]
+
+    def _wished(self, now: float) -> list[Action]:
+        """What was asked for before the job could do it, now that it trains."""
+        wish, self.wish = self.wish, None
+        return self._switch_asked(SwitchAsked(wish), now) if wish else []
 
     def _abandon(self, why: str) -> list[Action]:
         if self.switch is None:
             return []
-        layout, self.switch = self.switch.target.layout, None
+        layout, self.switch, self.wish = self.switch.target.layout, None, None
         actions: list[Action] = [Abandon(why), Note("switch_abandoned", {"layout": layout, "why": why})]
         if self.epoch is not None and self.epoch.lost and why != self.epoch.cause:
             # There is no old layout to go on in: once more.

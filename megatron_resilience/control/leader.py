@@ -103,9 +103,7 @@ class Leader:
         elif kind == "fatal":
             self.event(e.RankFatal(rank, message["error"], message["epoch"]))
         elif kind == "wish":
-            nodes, order = tuple(message["nodes"]), tuple(message["order"])
-            wish = Wish(message["layout"], message["ranks"], nodes, message["at"], order)
-            self.event(e.SwitchAsked(wish))
+            self.event(e.SwitchAsked(Wish.from_json(message["wish"]), epoch=message["epoch"]))
         elif kind == "fallbacks":
             known = {int(nodes): Fallback(*layout) for nodes, layout in message["layouts"].items()}
             self.event(e.FallbacksKnown(message["epoch"], known))

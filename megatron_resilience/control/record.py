@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from megatron_resilience.control.membership import Evidence
@@ -130,6 +130,7 @@ class Record:
             "fruitless": self.fruitless,
             "store_node": self.store_node,
             "numbers": self.numbers,
+            "wish": asdict(self.wish) if self.wish else None,
             "fallbacks": {n: [f.layout, f.ranks] for n, f in self.fallbacks.items()},
             "grow_to": [self.grow_to.layout, self.grow_to.ranks] if self.grow_to else None,
         }
@@ -160,6 +161,7 @@ class Record:
             fruitless=data["fruitless"],
             store_node=data["store_node"],
             numbers=data["numbers"],
+            wish=Wish.from_json(data["wish"]) if data["wish"] else None,
             fallbacks={int(n): Fallback(*f) for n, f in data["fallbacks"].items()},
             grow_to=Fallback(*data["grow_to"]) if data["grow_to"] else None,
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from megatron_resilience.deadpool.recovery import RestorePlan, Source
 from megatron_resilience.errors import ConfigurationError
@@ -45,6 +46,11 @@ class Wish:
     nodes: tuple[str, ...] = ()
     at: int = 0
     order: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """From an object of the fields."""
+        return cls(**(data | {"nodes": tuple(data["nodes"]), "order": tuple(data["order"])}))
 
 
 @dataclass(frozen=True)

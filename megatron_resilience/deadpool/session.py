@@ -103,6 +103,7 @@ class Session:
         live: the state in the terms of other layouts, where the layout may change.
         saves: training saves a checkpoint and ends when it is told to leave.
         exclusive: the device has no room for another layout's tensors beside these.
+        before_training: called with the generation from which this rank can train, before anybody is told so.
     """
 
     def __init__(
@@ -117,8 +118,10 @@ class Session:
         live: Reshapable | None = None,
         saves: bool = False,
         exclusive: bool = False,
+        before_training: Callable[[int], None] = lambda generation: None,
     ) -> None:
         self._link = link
+        self._before_training = before_training
         self._place = place
         self._config = config
         self._state = state
@@ -501,6 +504,7 @@ class Session:
         self._moved = generation
 
     def _joined(self, epoch: Epoch, generation: int) -> None:
+        self._before_training(generation)
         self._link.send(
             "joined",
             epoch=epoch.number,

@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from megatron_resilience.control.link import AgentLink
+from megatron_resilience.control.switching import Wish
 from megatron_resilience.errors import ConfigurationError
 from megatron_resilience.hotswap.arrival import Reshapable
 from megatron_resilience.hotswap.schedule import Schedule, bare, due, parse_entry
@@ -73,14 +75,19 @@ class Asker:
         self._link.send("layout_checked", **answer)
 
     def enter(self, generation: int) -> None:
-        """On entry to the step after ``generation``, on every rank."""
-        if self._live.state.rank != 0:
-            return
-        if self._fallbacks:
+        """On every rank, on entry to the step after ``generation``."""
+        if self._live.state.rank == 0 and self._fallbacks:
             known = {count: [str(layout), layout.world] for count, layout in self._fallbacks.items()}
             self._link.send("fallbacks", epoch=self._link.training_epoch, layouts=known)
             self._fallbacks = {}
-        if not self._schedule:
+        self.follow_schedule(generation)
+
+    def follow_schedule(self, generation: int) -> None:
+        """On every rank, before it says that it can train from ``generation`` on, and on entry to each step.
+
+        So a change at the very next generation comes in time: the order to stop follows right behind the one to begin.
+        """
+        if self._live.state.rank != 0 or not self._schedule:
             return
         wanted = due(self._schedule, generation, self._live.layout)
         if wanted is None or self._tried[f"{wanted[1]}"] >= _ATTEMPTS:
@@ -107,7 +114,8 @@ class Asker:
 
     def _wish(self, layout: Layout, nodes: list[str], at: int) -> None:
         order = [] if nodes else self._order(layout)
-        self._link.send("wish", layout=str(layout), ranks=layout.world, nodes=nodes, at=at, order=order)
+        wish = Wish(str(layout), layout.world, tuple(nodes), at, tuple(order))
+        self._link.send("wish", epoch=self._link.training_epoch, wish=asdict(wish))
 
     def _order(self, layout: Layout) -> list[int]:
         """Places of the nodes that train now in which the least state moves; empty where it cannot be said."""

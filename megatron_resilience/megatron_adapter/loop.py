@@ -113,6 +113,7 @@ class Guard:
             live=live,
             saves=saves_when_told(args),
             exclusive=args.hotswap_exclusive_memory,
+            before_training=self._follow_schedule,
         )
         if saves_when_told(args):
             # Megatron's own handler takes note of it, and all ranks agree on the iteration that is the last.
@@ -215,6 +216,10 @@ class Guard:
         self._once.is_out(once.EVALUATED, iteration)
         self._state.floating_point_operations = operations
         return self._checkpoint_and_decide_exit(model, optimizer, scheduler, iteration, operations, *rest, **kwargs)
+
+    def _follow_schedule(self, generation: int) -> None:
+        if self._asker is not None:
+            self._asker.follow_schedule(generation)
 
     def _wrap_optimizer(self, optimizer: Any) -> None:
         step = optimizer.step

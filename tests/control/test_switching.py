@@ -1,5 +1,6 @@
 """Decisions about a change of layout, without a process or a socket."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -160,6 +161,32 @@ def test_a_wish_during_a_recovery_waits_for_its_end():
     act(machine, e.RankExited("a", 1, 1, -9, 3))
     assert not act(machine, e.SwitchAsked(WISH))
     only(act(machine, *joined(2, 3)), e.Prepare)
+
+
+def test_the_next_entry_of_a_schedule_is_known_before_its_world_begins():
+    """Or it would come too late where it follows at the next generation: the ranks are told to stop right after go."""
+    machine = moving()
+    back = Wish("TP2·PP1·DP2", 4, at=8)
+    assert not act(machine, e.SwitchAsked(back, epoch=2))
+    actions = act(machine, *joined(2, 7))
+    kinds = [type(a) for a in actions]
+    assert kinds.index(e.Switched) < kinds.index(e.Prepare) < kinds.index(e.Hold)
+    assert only(act(machine, *held(2, [7, 7, 8, 7])), e.StopAt).generation == 8
+
+
+def test_a_world_that_never_began_has_asked_for_nothing():
+    machine = moving()
+    act(machine, e.SwitchAsked(Wish("TP2·PP1·DP2", 4, at=8), epoch=2))
+    act(machine, e.RankExited("a", 1, 1, -9, 7))
+    assert none_of(act(machine, *joined(3, 7)), e.Prepare) and machine.switch is None
+
+
+def test_a_successor_knows_what_was_asked_for():
+    machine = running()
+    act(machine, e.RankExited("a", 1, 1, -9, 3), e.SwitchAsked(WISH))
+    heir = Coordinator.from_json(SETTINGS, json.loads(json.dumps(machine.to_json())))
+    assert heir.wish == WISH
+    only(act(heir, *joined(2, 3)), e.Prepare)
 
 
 def test_a_successor_knows_which_numbers_were_given():
