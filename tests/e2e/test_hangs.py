@@ -10,6 +10,7 @@ import pytest
 from megatron_resilience.observe.trace import differences
 from tests.e2e.test_hot_swap import longer
 from tests.support.configurations import Configuration
+from tests.support.deaths import Death, environment, missing
 from tests.support.job import TRAIN_AND_DIE, job
 from tests.support.template import Template
 
@@ -36,14 +37,7 @@ def test_the_rank_that_hangs_is_ended(
     rank: int,
 ) -> None:
     configuration = longer(name)
-    env = {
-        "HANG": hang,
-        "DIE_IN": moment,
-        "DIE_AT": "4",
-        "DIE_RANK": str(rank),
-        "DIE_AFTER": "0",
-        "DIE_MARKER": str(tmp_path / "hung"),
-    }
+    env = environment(tmp_path, Death(moment, 4, rank, hang=hang))
     extra = ("--deadpool", "--deadpool-hang-timeout", str(LIMIT_S))
     with job(template, tmp_path, configuration, extra, spares=0, script=TRAIN_AND_DIE, env=env) as running:
         running.finish()
@@ -60,18 +54,12 @@ def test_the_rank_that_hangs_is_ended(
 def test_a_long_tail_is_no_hang(template: Template, tmp_path: Path, oracle: Callable[[Configuration], Path]) -> None:
     """Evaluation and checkpoints take as long as they take: here a rank sleeps beyond the limit while it logs."""
     configuration = longer("tp2_dp2_fp32", 6, "--log-interval", "2")
-    env = {
-        "HANG": "nap",
-        "DIE_IN": "logging",
-        "DIE_AT": "3",
-        "DIE_RANK": "3",
-        "DIE_AFTER": "0",
-        "DIE_MARKER": str(tmp_path / "napped"),
-    }
+    nap = Death("logging", 3, 3, hang="nap")
+    env = environment(tmp_path, nap)
     extra = ("--deadpool", "--deadpool-hang-timeout", "1")
     with job(template, tmp_path, configuration, extra, spares=0, script=TRAIN_AND_DIE, env=env) as running:
         running.finish()
-        assert (tmp_path / "napped").exists()
+        assert not missing(tmp_path, nap)
         assert running.of_kind("stalled"), "the others waited, and it was looked into"
         assert not running.of_kind("hung") and not running.of_kind("recovered")
         assert differences(running.trace, oracle(configuration)) == []

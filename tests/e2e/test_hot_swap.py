@@ -11,6 +11,7 @@ import pytest
 
 from megatron_resilience.observe.trace import differences
 from tests.support.configurations import CONFIGURATIONS, Configuration
+from tests.support.deaths import Death, environment, missing
 from tests.support.job import TRAIN_AND_DIE, Job, job, kill_node
 from tests.support.template import Template
 
@@ -69,16 +70,11 @@ def memory_of(pid: int) -> list[str]:
 def test_any_moment(template: Template, tmp_path: Path, oracle: Oracle, name: str, moment: str) -> None:
     configuration = longer(name)
     chance = random.Random(f"{name}/{moment}")
-    env = {
-        "DIE_IN": moment,
-        "DIE_AT": str(chance.randint(2, 7)),
-        "DIE_RANK": str(chance.randrange(4)),
-        "DIE_AFTER": str(chance.choice([0, chance.uniform(0, 0.03)])),
-        "DIE_MARKER": str(tmp_path / "died"),
-    }
+    death = Death(moment, chance.randint(2, 7), chance.randrange(4), after=chance.choice([0, chance.uniform(0, 0.03)]))
+    env = environment(tmp_path, death)
     with job(template, tmp_path, configuration, script=TRAIN_AND_DIE, env=env) as running:
         running.finish()
-        assert (tmp_path / "died").exists()
+        assert not missing(tmp_path, death)
         assert_swapped(running, oracle(configuration))
 
 

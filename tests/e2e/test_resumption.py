@@ -14,6 +14,7 @@ import pytest
 from megatron_resilience.observe.trace import differences
 from tests.e2e.test_hot_swap import Oracle, assert_swapped, longer
 from tests.support.configurations import CONFIGURATIONS
+from tests.support.deaths import Death, environment, missing
 from tests.support.job import TRAIN_AND_DIE, job
 from tests.support.template import Template
 
@@ -102,9 +103,10 @@ def test_checkpoints_are_those_of_an_undisturbed_run(template: Template, tmp_pat
 )
 def test_killed_in_the_tail_of_an_iteration(template: Template, tmp_path: Path, oracle: Oracle, moment: str) -> None:
     configuration = longer("tp2_dp2_fp32", 8, *TAIL)
-    env = {"DIE_IN": moment, "DIE_AT": "4", "DIE_RANK": "3", "DIE_AFTER": "0", "DIE_MARKER": str(tmp_path / "died")}
+    death = Death(moment, 4, rank=3)
+    env = environment(tmp_path, death)
     save = ("--deadpool", "--save", str(tmp_path / "save"), "--save-interval", "2", "--ckpt-format", "torch_dist")
     with job(template, tmp_path / "run", configuration, extra=save, script=TRAIN_AND_DIE, env=env) as running:
         running.finish()
-        assert (tmp_path / "died").exists()
+        assert not missing(tmp_path, death)
         assert_swapped(running, oracle(configuration))

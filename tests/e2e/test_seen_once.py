@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from megatron_resilience.observe.trace import differences
 from tests.e2e.test_hot_swap import Oracle, longer
+from tests.support.deaths import Death, environment
 from tests.support.job import TRAIN_AND_DIE, job
 from tests.support.template import Template
 
@@ -57,13 +58,7 @@ def test_each_iteration_once(
     argv = [*configuration.argv, "--tensorboard-dir", str(theirs), "--trace-dir", str(tmp_path / "oracle")]
     undisturbed = template.run_ranks(4, argv)
     assert all(result.returncode == 0 for result in undisturbed), undisturbed[3].output
-    env = {
-        "DIE_IN": moment,
-        "DIE_AT": str(at),
-        "DIE_RANK": str(rank),
-        "DIE_AFTER": "0",
-        "DIE_MARKER": str(tmp_path / "died"),
-    }
+    env = environment(tmp_path, Death(moment, at, rank))
     extra = ("--deadpool", "--tensorboard-dir", str(ours))
     with job(template, tmp_path / "run", configuration, extra, script=TRAIN_AND_DIE, env=env) as running:
         running.finish()

@@ -1,11 +1,9 @@
 import megatron_resilience.autoload  # noqa: F401, I001
 
 # examples/train_gpt.py, left and entered again on purpose at every iteration (LEAVE_IN names the function whose end is
-# the moment; no process dies), or with one death in it: the rank named by DIE_RANK sends SIGKILL to its whole node, to all
-# ranks of its node, or to itself alone (DIE_WHAT: node, which is the default, ranks or rank), DIE_AFTER seconds into the
-# function DIE_IN of iteration DIE_AT or the first one after it; or it hangs there as HANG says (loop, sleep, nap, freeze). Once:
-# a marker file remembers it. Or its rounds of protection are slow: SLOW_ROUNDS names generations that rank SLOW_RANK takes
-# a second and a half to begin to send.
+# the moment; no process dies), or with deaths in it (DEATHS; see deaths.py): a rank sends SIGKILL to its whole node, to all
+# ranks of its node, or to itself alone, or hangs. Each once: a marker file remembers it. Or its rounds of protection are
+# slow: SLOW_ROUNDS names generations that rank SLOW_RANK takes a second and a half to begin to send.
 
 import json
 import os
@@ -39,9 +37,8 @@ MOMENTS = {
 }
 
 
-def kill():
+def kill(what):
     zygote = psutil.Process().parent()
-    what = os.environ.get("DIE_WHAT", "node")
     if what == "node":
         agent = zygote.parent()
         victims = [agent, *agent.children(recursive=True)]
@@ -62,26 +59,25 @@ def freeze():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def arm():
-    owner, name = MOMENTS[os.environ["DIE_IN"]]
+HANGS = {"loop": loop, "sleep": lambda: time.sleep(3600), "nap": lambda: time.sleep(3), "freeze": freeze}
+
+
+def arm(death):
+    owner, name = MOMENTS[death["moment"]]
     original = getattr(owner, name)
-    marker = Path(os.environ["DIE_MARKER"])
+    marker = Path(death["marker"])
 
     def armed(*args, **kwargs):
         # The scheduler steps once before training.
         iteration = getattr(get_args(), "curr_iteration", None)
-        due = iteration is not None and iteration + 1 >= int(os.environ["DIE_AT"]) and not marker.exists()
-        if due:
+        if iteration is not None and iteration + 1 >= death["at"] and not marker.exists():
             marker.touch()
-            delay = float(os.environ["DIE_AFTER"])
-            if "HANG" in os.environ:
-                {"loop": loop, "sleep": lambda: time.sleep(3600), "nap": lambda: time.sleep(3), "freeze": freeze}[
-                    os.environ["HANG"]
-                ]()
-            elif delay == 0:
-                kill()
+            if death["hang"]:
+                HANGS[death["hang"]]()
+            elif death["after"] == 0:
+                kill(death["what"])
             else:
-                threading.Thread(target=lambda: (time.sleep(delay), kill()), daemon=True).start()
+                threading.Thread(target=lambda: (time.sleep(death["after"]), kill(death["what"])), daemon=True).start()
         return original(*args, **kwargs)
 
     setattr(owner, name, armed)
@@ -116,11 +112,11 @@ def slow():
 
 
 if __name__ == "__main__":
-    if "SLOW_ROUNDS" in os.environ:
-        if os.environ["RANK"] == os.environ["SLOW_RANK"]:
-            slow()
-    elif "LEAVE_IN" in os.environ:
+    if os.environ["RANK"] == os.environ.get("SLOW_RANK"):
+        slow()
+    if "LEAVE_IN" in os.environ:
         leave()
-    elif os.environ["RANK"] == os.environ["DIE_RANK"]:
-        arm()
+    for death in json.loads(os.environ.get("DEATHS", "[]")):
+        if os.environ["RANK"] == str(death["rank"]):
+            arm(death)
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_gpt.py"), run_name="__main__")
