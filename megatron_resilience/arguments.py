@@ -56,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "first, then PP, then EP)",
     )
     group.add_argument(
+        "--hotswap-keep-worlds",
+        type=int,
+        default=0,
+        metavar="N",
+        help="keep the processes of the N layouts that were left last, without their device memory: a return to one of them "
+        "starts no processes (default: 0)",
+    )
+    group.add_argument(
         "--hotswap-schedule",
         type=Path,
         metavar="FILE",
@@ -78,8 +86,12 @@ def config_from(args: argparse.Namespace) -> DeadpoolConfig | None:
     Raises:
         ConfigurationError: names the flag or file at fault.
     """
-    for flag in ("schedule", "fallbacks", "exclusive_memory"):
-        if getattr(args, f"hotswap_{flag}") not in (None, False) and not args.hotswap_parallelism:
+    if args.hotswap_keep_worlds < 0:
+        raise ConfigurationError(
+            f"--hotswap-keep-worlds is {args.hotswap_keep_worlds}: it takes a number of layouts, 0 for none"
+        )
+    for flag in ("schedule", "fallbacks", "exclusive_memory", "keep_worlds"):
+        if getattr(args, f"hotswap_{flag}") not in (None, False, 0) and not args.hotswap_parallelism:
             raise ConfigurationError(
                 f"--hotswap-{flag.replace('_', '-')} does nothing without --hotswap-parallelism: add it, or leave both out"
             )

@@ -21,6 +21,13 @@ class ControlError(ResilienceError):
     """The agents, the coordinator or the store cannot be reached, or refused us."""
 
 
+class SetAside(ResilienceError):
+    """The job goes on in another layout, and this process is kept for the return of its own.
+
+    Not a failure: whoever catches it gives up what belongs to the world that was left, and waits at the door.
+    """
+
+
 class Interrupted(ResilienceError):
     """A newer epoch was published while this rank was doing something for an older one.
 

@@ -99,8 +99,8 @@ def install(folder: Path, rank: int) -> Callable[[Any, Any, Any], None]:
 
     @functools.wraps(arrive)
     def noted_arrive(self: Session, epoch: Any) -> int:
-        live: Any = self._live
-        notes.holds(live._model, live._optimizer)
+        relayout: Any = self._relayout
+        notes.holds(relayout.live._model, relayout.live._optimizer)
         return arrive(self, epoch)
 
     @functools.wraps(init)

@@ -391,12 +391,13 @@ class Agent:
         elif kind == "check_layout":
             self.node.tell_rank_zero(message)
         elif kind == "prepare":
-            self.node.prepare_next(Epoch.from_json(message["epoch"]))
+            recalled = self.node.prepare_next(Epoch.from_json(message["epoch"]))
+            if recalled:
+                self._tell_leader({"kind": "recalled", "ranks": recalled})
         elif kind in ("hold", "stop_at"):
             self.node.tell_all(message)
         elif kind == "abandon":
-            self.node.end_next()
-            self.node.tell_all({"kind": "resume"})
+            self.node.resume()
         elif kind == "switched":
             self._take_next(Epoch.from_json(message["epoch"]))
         elif kind == "survey":
@@ -481,6 +482,8 @@ class Agent:
             self._report(process, message)
         elif self.node.ranks.get(process.rank) is process:
             message.setdefault("rank", process.rank)
+            if kind == "parked":
+                self.node.parked(process, message["layout"], message["keeps"])
             self._report(process, message)
             if kind == "ready" and self._epoch is not None:
                 process.ready_epoch = message["epoch"]

@@ -13,7 +13,7 @@ from megatron_resilience import exits
 from megatron_resilience.control.channel import Channel
 from megatron_resilience.control.stacks import main_thread_waits
 from megatron_resilience.deadpool.recovery import RestorePlan
-from megatron_resilience.errors import ControlError, Interrupted
+from megatron_resilience.errors import ControlError, Interrupted, SetAside
 from megatron_resilience.topology.epoch import Epoch
 
 AGENT_FD = "MEGATRON_RESILIENCE_AGENT_FD"
@@ -25,8 +25,10 @@ class AgentLink:
 
     Args:
         channel: this rank's end.
-        on_epoch: called on the link's thread as soon as a newer epoch is known; must not block.
+        on_superseded: called on the link's thread as soon as a newer epoch is known, or that the job goes on without this
+            process; must not block.
         given_up: how many changes of layout were.
+        training_world: that this rank trains in (``Epoch.world``).
         on_leave: the same, when the job is to save a checkpoint and to end.
         protected: the same; the newest generation that is safe on other nodes too, or None.
     """
@@ -42,9 +44,11 @@ class AgentLink:
         self.given_up = 0
         self._entered = -1
         self._trains_in = 0
+        self.training_world = 0
         self._limit: int | None = None
         self._stop_at: int | None = None
-        self.on_epoch: Callable[[Epoch], None] = lambda _: None
+        self._set_aside = False
+        self.on_superseded: Callable[[], None] = lambda: None
         self.on_leave: Callable[[], None] = lambda: None
         self.on_check: Callable[[dict[str, Any]], None] = self._cannot_check
         self.protected: Callable[[], int | None] = lambda: None
@@ -150,11 +154,12 @@ class AgentLink:
 
     # -- changes of layout -------------------------------------------------------------------------
 
-    def trains(self, epoch: int, generation: int) -> None:
+    def trains(self, epoch: int, generation: int, world: int) -> None:
         """This rank is about to train from a generation on, in an epoch; what was said in earlier ones is over."""
         with self._condition:
-            self._trains_in, self._entered = epoch, generation - 1
+            self._trains_in, self._entered, self.training_world = epoch, generation - 1, world
             self._limit = self._stop_at = None
+            self._set_aside = False
 
     def may_enter(self, generation: int) -> bool:
         """On entry to the step after ``generation``: waits for the word that it may be taken; False: park here.
@@ -173,10 +178,13 @@ class AgentLink:
         """Parked at ``generation``: returns when the change of layout was given up.
 
         Raises:
+            SetAside: it was made, and this process is kept.
             Interrupted: a newer epoch came.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self._stop_at != generation or self._superseded())
+            self._condition.wait_for(lambda: self._stop_at != generation or self._superseded() or self._set_aside)
+            if self._set_aside:
+                raise SetAside
             if self._superseded():
                 raise Interrupted
 
@@ -218,7 +226,7 @@ class AgentLink:
                     epoch = Epoch.from_json(message["epoch"])
                     if epoch.number > self.latest():
                         self._epoch = epoch
-                        self.on_epoch(epoch)
+                        self.on_superseded()
                 elif kind == "plan":
                     plan = RestorePlan.from_json(message["plan"])
                     self._plans[plan.epoch] = plan
@@ -228,6 +236,9 @@ class AgentLink:
                     self._lent.append((message, fds))
                 elif kind == "go":
                     self._gone = message["epoch"]
+                elif kind == "set_aside":
+                    self._set_aside = True
+                    self.on_superseded()
                 elif kind == "hold":
                     self._limit = self._entered + 1
                     with contextlib.suppress(ControlError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ class RankProcess:
         hung: why it was ended for making no progress.
         pulse: its signs of life.
         stacks: where it writes its stacks when asked.
+        layout: that it trains in, as text; known once it has parked for a change of layout.
+        keeps: how many layouts' processes it says may be kept, its own among them; 0: it must end with its world.
     """
 
     rank: int
@@ -53,6 +55,8 @@ class RankProcess:
     pulse: Pulse = field(default_factory=Pulse)
     stacks: StackFile = field(default_factory=StackFile)
     said: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layout: str = ""
+    keeps: int = 0
 
     def kill(self) -> None:
         """Ends it at once; what it held is closed by the kernel, which every peer notices."""
@@ -62,6 +66,11 @@ class RankProcess:
                 os.kill(self.pid, signal.SIGKILL)
             except ProcessLookupError:
                 return
+
+    def recall(self, epoch: Epoch) -> None:
+        """Makes a process that was kept one of a new world."""
+        self.world, self.ready_epoch, self.keeps, self.newcomer = epoch.world, epoch.number, 0, True
+        self.said.clear()
 
 
 class Node:
@@ -97,6 +106,7 @@ class Node:
         self.world = 1
         self.next: dict[int, RankProcess] = {}
         self.next_epoch: Epoch | None = None
+        self.aside: dict[str, dict[int, RankProcess]] = {}
         self._memory: dict[tuple[int, int, int], SharedMemory] = {}
         self._shelves: dict[tuple[int, int], SharedMemory] = {}
 
@@ -158,34 +168,49 @@ class Node:
 
     # -- the next world ----------------------------------------------------------------------------
 
-    def prepare_next(self, epoch: Epoch) -> None:
-        """Starts this node's ranks of the next world beside those that train."""
+    def prepare_next(self, epoch: Epoch) -> list[int]:
+        """Starts this node's ranks of the next world beside those that train; returns those for which a process was kept."""
         self.end_next()
         self.next_epoch = epoch
         mine = epoch.ranks_of(self.node)
         if mine:
             self.end_skeletons()
+        kept = self.aside.pop(epoch.layout, {})
+        recalled = sorted(set(mine) & set(kept))
         for rank in mine:
-            self.next[rank] = self._start(rank, epoch, newcomer=True)
+            self.next[rank] = kept.pop(rank) if rank in kept else self._start(rank, epoch, newcomer=True)
+        for rank in recalled:
+            self.next[rank].recall(epoch)
+        _end(kept)
         endpoint = couriers(epoch).get(self.node)
         if endpoint is not None:
             self.next[endpoint] = self._start(endpoint, epoch, newcomer=True, courier=True)
         for process in self.next.values():
             self.tell(process, {"kind": "epoch", "epoch": epoch.to_json()})
+        return recalled
+
+    def parked(self, process: RankProcess, layout: str, keeps: int) -> None:
+        """A rank stands still for a change of layout, and says whether it may be kept afterwards."""
+        process.layout, process.keeps = layout, keeps
+
+    def resume(self) -> None:
+        """The change is given up, the ranks go on."""
+        self.end_next()
+        for process in self.ranks.values():
+            process.keeps = 0
+        self.tell_all({"kind": "resume"})
 
     def end_next(self) -> None:
         """Ends the next world's ranks, and gives their memory back."""
         if self.next_epoch is None:
             return
-        for process in self.next.values():
-            process.kill()
+        _end(self.next)
         self._free_memory(self.next_epoch.world)
         self.next, self.next_epoch = {}, None
 
     def take_next(self, epoch: Epoch) -> None:
-        """Makes the next world this node's; the old one's ranks end, and their memory is given back."""
-        for process in self.ranks.values():
-            process.kill()
+        """Makes the next world this node's; the old one's ranks end or are kept, and their memory is given back."""
+        self._set_aside(self.ranks)
         for rank in [r for r in self.next if r not in epoch.ranks_of(self.node)]:
             self.next.pop(rank).kill()
         self.end_skeletons()
@@ -194,6 +219,19 @@ class Node:
         for process in self.ranks.values():
             process.ready_epoch = epoch.number
             self.tell(process, {"kind": "go", "epoch": epoch.number})
+
+    def _set_aside(self, ranks: dict[int, RankProcess]) -> None:
+        """Keeps the ranks of a world that ends for the return of its layout, as many worlds as they say, or ends them."""
+        staying = {rank: process for rank, process in ranks.items() if process.keeps}
+        _end({rank: process for rank, process in ranks.items() if rank not in staying})
+        for process in staying.values():
+            self.tell(process, {"kind": "set_aside"})
+        if staying:
+            layout = next(iter(staying.values())).layout
+            _end(self.aside.pop(layout, {}))
+            self.aside[layout] = staying
+            while len(self.aside) > max(process.keeps for process in staying.values()):
+                _end(self.aside.pop(next(iter(self.aside))))
 
     def keep_shelf(self, process: RankProcess, owner: int, fd: int, size: int) -> None:
         """Keeps the table of a rank's segment, with which others can read it."""
@@ -231,14 +269,14 @@ class Node:
 
     def end_skeletons(self) -> None:
         """Ends the ranks that wait for a promotion."""
-        for process in self.skeletons.values():
-            process.kill()
+        _end(self.skeletons)
         self.skeletons.clear()
 
     def end_all(self) -> None:
         """Ends every rank and frees the memory."""
-        for process in [*self.ranks.values(), *self.skeletons.values()]:
-            process.kill()
+        for processes in (self.ranks, self.skeletons, *self.aside.values()):
+            _end(processes)
+        self.aside.clear()
         self.ranks.clear()
         self.skeletons.clear()
         self._free_memory()
@@ -264,6 +302,8 @@ class Node:
         if self.next.get(ended.rank) is ended:
             known = True
             del self.next[ended.rank]
+        if self.aside.get(ended.layout, {}).get(ended.rank) is ended:
+            del self.aside[ended.layout][ended.rank]
         ended.channel.close()
         ended.stacks.close()
         return (ended, message["status"]) if known and not ended.killed else None
@@ -388,3 +428,8 @@ class Node:
     def _fits(self, process: RankProcess, owner: int, size: int) -> bool:
         key = (process.world, process.rank, owner)
         return key in self._memory and self._memory[key].size == size
+
+
+def _end(ranks: Mapping[int, RankProcess]) -> None:
+    for process in ranks.values():
+        process.kill()

@@ -26,7 +26,7 @@ from megatron_resilience.accelerator.base import Accelerator
 from megatron_resilience.control.link import AgentLink
 from megatron_resilience.deadpool.allowance import StallAllowance
 from megatron_resilience.deadpool.config import DeadpoolConfig
-from megatron_resilience.deadpool.placement import partners
+from megatron_resilience.deadpool.host_memory import HostMemory
 from megatron_resilience.deadpool.protection import (
     Protection,
     TrainingState,
@@ -35,14 +35,13 @@ from megatron_resilience.deadpool.protection import (
     views,
 )
 from megatron_resilience.deadpool.recovery import RestorePlan
-from megatron_resilience.errors import Interrupted, StateError
+from megatron_resilience.errors import Interrupted, SetAside, StateError
 from megatron_resilience.hotswap.arrival import Arrival, Reshapable
 from megatron_resilience.hotswap.courier import TRANSFER_GROUP
 from megatron_resilience.hotswap.endpoints import couriers, peers
 from megatron_resilience.state.inventory import ITEM_SIZES
 from megatron_resilience.state.ledger import Ledger
-from megatron_resilience.state.memory import SharedMemory
-from megatron_resilience.state.segment import Segment, Shape, Slot
+from megatron_resilience.state.segment import Slot
 from megatron_resilience.topology.epoch import Epoch
 from megatron_resilience.topology.groups import GroupSwitch, live_handles
 from megatron_resilience.transport.base import Fabric, GroupKey
@@ -89,6 +88,23 @@ class Place:
     address: str
 
 
+@dataclass(frozen=True)
+class Relayout:
+    """What a session needs where the layout may change (``--hotswap-parallelism``).
+
+    Attributes:
+        live: the state in the terms of other layouts.
+        exclusive: the device has no room for another layout's tensors beside these.
+        keep_worlds: how many layouts' processes a node keeps after they were left, this one's among them; 0: none.
+        before_training: called with the generation from which this rank can train, before anybody is told so.
+    """
+
+    live: Reshapable
+    exclusive: bool
+    keep_worlds: int
+    before_training: Callable[[int], None]
+
+
 class Session:
     """See the module.
 
@@ -100,10 +116,8 @@ class Session:
         device_fabric: makes the fabric for device tensors from ``(store, rank)``, or None on CPU.
         device: that training runs on.
         timeout_s: of a collective of training (Megatron's ``--distributed-timeout-minutes``).
-        live: the state in the terms of other layouts, where the layout may change.
+        relayout: where the layout may change.
         saves: training saves a checkpoint and ends when it is told to leave.
-        exclusive: the device has no room for another layout's tensors beside these.
-        before_training: called with the generation from which this rank can train, before anybody is told so.
     """
 
     def __init__(
@@ -115,24 +129,22 @@ class Session:
         device_fabric: Callable[[Any, int], Fabric] | None,
         device: Accelerator,
         timeout_s: float,
-        live: Reshapable | None = None,
+        relayout: Relayout | None = None,
         saves: bool = False,
-        exclusive: bool = False,
-        before_training: Callable[[int], None] = lambda generation: None,
     ) -> None:
         self._link = link
-        self._before_training = before_training
         self._place = place
         self._config = config
         self._state = state
         self._device_fabric = device_fabric
         self._device = device
         self._timeout_s = timeout_s
-        self._live = live
+        self._relayout = relayout
+        self._set_aside = False
         self._moved: int | None = None
         self._world = 0
         self._saves = saves
-        self._exclusive = exclusive
+        self._exclusive = relayout is not None and relayout.exclusive
         self._switch = GroupSwitch()
         self._lock = threading.Lock()
         self._to_abort: list[Any] = []
@@ -141,20 +153,16 @@ class Session:
         self._epoch = 0
         self._fresh = False
         self._first_generation = 0
-        self._partners: tuple[int, ...] = ()
-        self._keeps: tuple[int, ...] = ()
         self._allowance = StallAllowance(config.max_stall_s)
         self._restored_slot = 0
         self._replica: Any = None
         self._transfer: Any = None
-        self._segment: Segment | None = None
-        self._kept: dict[int, Segment] = {}
-        self._memory: dict[int, SharedMemory] = {}
+        self._memory = HostMemory(link, state, device, config.replicas, relayout.live if relayout else None)
         self._ledger = Ledger()
         self._protection: Protection | None = None
         self._control: Any = None
         self._times: dict[str, Any] = {}
-        link.on_epoch = self._on_epoch
+        link.on_superseded = self._abort
         link.protected = self._protected
 
     @property
@@ -168,6 +176,8 @@ class Session:
         Raises:
             StateError: parameters differ among replicas after the restore; nothing may train on that.
         """
+        if self._set_aside:
+            self._leave_world()
         while True:
             epoch = self._link.wait_epoch(self._epoch)
             try:
@@ -184,16 +194,19 @@ class Session:
         A broken connection may be noticed here before anybody else knows why: it is reported, and the agents
         find out who died.
         """
+        if isinstance(error, SetAside):
+            self._set_aside = True
+            return True
         if isinstance(error, Interrupted) or self._link.latest() > self._epoch:
             return self._superseded(self._epoch, error)
         return is_communication_error(error) and self._superseded(self._epoch, error)
 
     def reload_volatile(self, generation: int) -> None:
         """Last thing before training goes on: rebuilding iterators draws random numbers, the slot has the last word."""
-        assert self._segment is not None
+        assert self._memory.segment is not None
         index = self._ledger.slot_of(generation)
         if index is not None:
-            self._state.load(views(self._segment.slots[index], self._state.inventory), volatile_only=True)
+            self._state.load(views(self._memory.segment.slots[index], self._state.inventory), volatile_only=True)
 
     def protect(self, generation: int) -> None:
         """On entry to the step after ``generation``: protects the state as it stands."""
@@ -227,7 +240,7 @@ class Session:
 
     def _park(self, generation: int) -> None:
         """Stands still for a change of layout; returns when that was given up."""
-        assert self._protection is not None
+        assert self._protection is not None and self._relayout is not None
         stopped = time.time()
         self._link.send("progress", generation=generation, in_step=False, protected=self._protected())
         if generation == self._moved:
@@ -236,11 +249,19 @@ class Session:
             slot = self._protection.seal(generation)
             self._moved = generation
         with self._aside():
-            self._link.send("parked", epoch=self._epoch, generation=generation, slot=slot, stopped=stopped)
+            self._link.send(
+                "parked",
+                epoch=self._epoch,
+                generation=generation,
+                slot=slot,
+                stopped=stopped,
+                layout=str(self._relayout.live.layout),
+                keeps=self._relayout.keep_worlds,
+            )
             self._link.wait_resumed(generation)
         if self._exclusive:
-            assert self._segment is not None and slot is not None
-            self._state.load(views(self._segment.slots[slot], self._state.inventory))
+            assert self._memory.segment is not None and slot is not None
+            self._state.load(views(self._memory.segment.slots[slot], self._state.inventory))
             self._state.rebuild()
 
     @contextlib.contextmanager
@@ -249,14 +270,21 @@ class Session:
         if not self._exclusive:
             yield
             return
-        assert self._live is not None
-        self._device.synchronize()
-        self._live.vacate()
-        self._device.release_cached()
+        assert self._relayout is not None
+        self._vacate(self._relayout.live)
         try:
             yield
-        finally:
-            self._live.reoccupy()
+        except SetAside:
+            raise
+        except BaseException:
+            self._relayout.live.reoccupy()
+            raise
+        self._relayout.live.reoccupy()
+
+    def _vacate(self, live: Reshapable) -> None:
+        self._device.synchronize()
+        live.vacate()
+        self._device.release_cached()
 
     def finish(self) -> None:
         """After the last iteration: returns when every rank is through; from then on nothing is protected.
@@ -268,6 +296,15 @@ class Session:
         self._link.send("finished", epoch=self._epoch)
         self._end_protection()
 
+    def _leave_world(self) -> None:
+        """Gives up everything that belongs to the world that went on without this process, but for what takes long to make."""
+        assert self._relayout is not None
+        self._end_protection()
+        self._release()
+        self._memory.release()
+        self._vacate(self._relayout.live)
+        self._world = 0
+
     # -- joining -----------------------------------------------------------------------------------
 
     def _join(self, epoch: Epoch) -> int:
@@ -278,6 +315,11 @@ class Session:
         self._mark("told")
         self._end_protection()
         self._mark("settled")
+        if self._set_aside:
+            assert self._relayout is not None
+            self._relayout.live.reoccupy()
+            self._relayout.live.begin_anew()
+            self._set_aside = False
         self._link.send("ready", epoch=epoch.number, rank=self._state.rank)
         if epoch.lost:
             # Too few nodes are left for this layout: the next epoch is another world's, or this one's again.
@@ -286,7 +328,8 @@ class Session:
             raise Interrupted
         self._meet(epoch)
         self._mark("met")
-        self._provide_memory(epoch)
+        assert self._store is not None
+        self._memory.provide(epoch, self._store.store)
         if epoch.before is not None:
             generation = self._arrive(epoch)
         elif epoch.fresh:
@@ -320,9 +363,9 @@ class Session:
     def _arrive(self, epoch: Epoch) -> int:
         """In the first epoch of a world that grew out of another: waits for that one's state, and takes it."""
         assert self._store is not None
-        if self._live is None:
+        if self._relayout is None:
             raise StateError("the layout changes, but this rank runs without --hotswap-parallelism")
-        arrival = Arrival(self._link, epoch, self._place.node, self._live, self._store.store)
+        arrival = Arrival(self._link, epoch, self._place.node, self._relayout.live, self._store.store)
         # A rehearsal, while the old world trains: connections are made and memory is touched that the switch would wait for.
         self._state.rebuild()
         self._state.disagreements()
@@ -365,91 +408,24 @@ class Session:
         self._check(epoch.number)
         self._switch.install(built)
 
-    def _provide_memory(self, epoch: Epoch) -> None:
-        """This rank's segment, and those it keeps for others, from the agent."""
-        assert self._store is not None
-        state, store = self._state, self._store.store
-        nodes = [epoch.node_of(rank) for rank in range(epoch.world_size)]
-        domains = [epoch.domain_of(rank) for rank in range(epoch.world_size)]
-        chosen = partners(nodes, domains, state.dp_groups(), self._config.replicas)
-        self._partners = chosen[state.rank]
-        self._keeps = tuple(rank for rank, keepers in enumerate(chosen) if state.rank in keepers)
-        shape = state.inventory.shape
-        store.set(f"shape/{state.rank}", f"{shape.payload_bytes} {shape.digest.hex()}")
-        if epoch.fresh and state.rank == 0:
-            self._announce(epoch, chosen, store)
-        if self._live is not None:
-            store.set(f"table/{state.rank}", self._live.table().to_bytes())
-        # A next world has the time for it; a recovery has not.
-        self._map({state.rank, *self._keeps}, populate=epoch.before is not None)
-
-    def _map(self, ranks: set[int], populate: bool = False) -> None:
-        """Gets the segments of ranks from the agent: new ones, or those that a predecessor of this process kept."""
-        assert self._store is not None
-        mine, shapes = self._state.rank, {}
-        for rank in ranks - set(self._kept) - ({mine} if self._segment else set()):
-            size, digest = self._store.store.get(f"shape/{rank}").decode().split()
-            shapes[rank] = Shape(int(size), bytes.fromhex(digest))
-        if not shapes:
-            return
-        fds = self._link.request_memory(mine, {r: s.segment_bytes for r, s in shapes.items()})
-        for rank, fd in fds.items():
-            memory = SharedMemory(fd, shapes[rank].segment_bytes, populate)
-            self._memory[rank] = memory
-            segment = Segment(memory.buffer, shapes[rank])
-            if self._live is not None:
-                self._shelve(rank)
-            if rank == mine:
-                self._segment = segment
-                self._device.pin(torch.frombuffer(memory.buffer, dtype=torch.uint8))
-            else:
-                self._kept[rank] = segment
-
-    def _shelve(self, rank: int) -> None:
-        """Gives the agent the table of a segment, for the ranks of a next world on this node."""
-        assert self._store is not None
-        text = self._store.store.get(f"table/{rank}")
-        table = SharedMemory.create(f"mr-table-{rank}", len(text))
-        table.buffer[:] = text
-        self._link.send("shelf", [table.fd], owner=rank, size=len(text))
-        table.close()
-
-    def _announce(self, epoch: Epoch, chosen: list[tuple[int, ...]], store: Any) -> None:
-        """Prints what protection takes, before it is taken: bytes per rank, and of the fullest node."""
-        sizes = [int(store.get(f"shape/{rank}").decode().split()[0]) for rank in range(epoch.world_size)]
-        segments = [Shape(size, b"").segment_bytes for size in sizes]
-        nodes = dict.fromkeys(epoch.slots, 0)
-        for rank, size in enumerate(segments):
-            nodes[epoch.node_of(rank)] += size
-            for keeper in chosen[rank]:
-                nodes[epoch.node_of(keeper)] += size
-        copies = f"{self._config.replicas} cop{'y' if self._config.replicas == 1 else 'ies'} elsewhere"
-        kinds = ", ".join(f"{k.value} {b / 2**20:.1f}" for k, b in self._state.inventory.bytes_by_kind().items())
-        fullest = max(nodes, key=nodes.__getitem__)
-        print(
-            f"[megatron-resilience] protection: {max(sizes) / 2**20:.1f} MiB per generation and rank (rank 0: {kinds}), "
-            f"two generations, {copies}; "
-            f"{nodes[fullest] / 2**20:.0f} MiB of host memory on node {fullest}",
-            flush=True,
-        )
-
     def _restore(self, epoch: Epoch, plan: RestorePlan) -> None:
         """Own copy where there is one, else the partner's over the network, into the slot of the same index."""
-        assert self._segment is not None
+        assert self._memory.segment is not None and self._store is not None
         mine = plan.sources[self._state.rank]
         works = []
         # After a change of partners the only copy may lie with one that is to keep it no longer.
-        self._map({r for r, s in enumerate(plan.sources) if s.holder == self._state.rank != r})
+        strangers = {r for r, s in enumerate(plan.sources) if s.holder == self._state.rank != r}
+        self._memory.map(strangers, self._store.store)
         for rank, source in enumerate(plan.sources):
             if source.holder == self._state.rank and rank != self._state.rank:
-                slot = self._kept[rank].slots[source.slot]
+                slot = self._memory.kept[rank].slots[source.slot]
                 self._trust(slot, rank)
                 works += send_slot(self._replica, slot, source.slot, rank)
         if mine.holder != self._state.rank:
-            receive_slot(self._replica, self._segment.slots, mine.holder, epoch.number)
+            receive_slot(self._replica, self._memory.segment.slots, mine.holder, epoch.number)
         for work in works:
             work.wait()
-        slot = self._segment.slots[mine.slot]
+        slot = self._memory.segment.slots[mine.slot]
         self._trust(slot, self._state.rank)
         if slot.verify().generation != plan.generation:
             raise StateError(f"slot {mine.slot} holds another generation than {plan.generation}")
@@ -476,15 +452,15 @@ class Session:
         self._epoch = epoch.number
         self._first_generation = generation
         self._fresh = epoch.fresh
-        assert self._segment is not None
+        assert self._memory.segment is not None
         self._settle_slots(epoch, generation)
         protection = Protection(
             epoch.number,
             self._state,
-            self._segment,
+            self._memory.segment,
             self._ledger,
-            self._partners,
-            self._kept,
+            self._memory.partners,
+            self._memory.kept,
             frozenset(next(g for g in self._state.dp_groups() if self._state.rank in g)),
             self._replica,
             self._allowance,
@@ -494,7 +470,7 @@ class Session:
         )
         with self._lock:
             self._protection = protection
-        self._link.trains(epoch.number, generation)
+        self._link.trains(epoch.number, generation, epoch.world)
         if epoch.before is None:
             self._joined(epoch, generation)
             return
@@ -504,7 +480,8 @@ class Session:
         self._moved = generation
 
     def _joined(self, epoch: Epoch, generation: int) -> None:
-        self._before_training(generation)
+        if self._relayout is not None:
+            self._relayout.before_training(generation)
         self._link.send(
             "joined",
             epoch=epoch.number,
@@ -528,21 +505,16 @@ class Session:
 
     def _settle_slots(self, epoch: Epoch, generation: int) -> None:
         """Frees what the commit made obsolete. Not before: until then an older generation may still be needed."""
-        assert self._segment is not None
+        assert self._memory.segment is not None
         if epoch.fresh or epoch.before is not None:
             self._ledger = Ledger()
             return
         self._ledger.resume(generation, self._restored_slot)
-        dropped = sorted(set(self._kept) - set(self._keeps))
-        for rank in dropped:
-            del self._kept[rank]
-            self._memory.pop(rank).close()
-        if dropped:
-            self._link.send("drop_memory", rank=self._state.rank, owners=dropped)
-        for index, other in enumerate(self._segment.slots):
+        self._memory.drop_superfluous()
+        for index, other in enumerate(self._memory.segment.slots):
             if index != self._restored_slot:
                 other.discard()
-        for segment in self._kept.values():
+        for segment in self._memory.kept.values():
             for slot in segment.slots:
                 header = slot.header()
                 if header is not None and header.generation > generation:
@@ -572,7 +544,7 @@ class Session:
 
     # -- interruption ------------------------------------------------------------------------------
 
-    def _on_epoch(self, epoch: Epoch) -> None:
+    def _abort(self) -> None:
         """On the link's thread: whatever this process is doing belongs to the past."""
         with self._lock:
             for thing in self._to_abort:

@@ -45,6 +45,9 @@ class Reshapable(Protocol):
     def clear(self) -> None:
         """Zeroes what will be overwritten; rows of the vocabulary that are in the new layout alone stay so."""
 
+    def begin_anew(self) -> None:
+        """Random streams as in a process that has just started."""
+
     def vacate(self) -> None:
         """Frees the device memory of parameters, gradients, masters and moments; what is in it is lost."""
 

@@ -57,6 +57,7 @@ class Asker:
         self._tried: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._given_up = 0
+        self._world = self._told_in = 0
         for at, layout in schedule:
             self._check(layout, f"--hotswap-schedule, iteration {at}")
 
@@ -76,10 +77,10 @@ class Asker:
 
     def enter(self, generation: int) -> None:
         """On every rank, on entry to the step after ``generation``."""
-        if self._live.state.rank == 0 and self._fallbacks:
+        if self._live.state.rank == 0 and self._fallbacks and self._told_in != self._link.training_world:
+            self._told_in = self._link.training_world
             known = {count: [str(layout), layout.world] for count, layout in self._fallbacks.items()}
             self._link.send("fallbacks", epoch=self._link.training_epoch, layouts=known)
-            self._fallbacks = {}
         self.follow_schedule(generation)
 
     def follow_schedule(self, generation: int) -> None:
@@ -89,6 +90,10 @@ class Asker:
         """
         if self._live.state.rank != 0 or not self._schedule:
             return
+        if self._world != self._link.training_world:
+            # A process may be kept for the return of its layout: what it has asked for was in another life.
+            self._world, self._asked = self._link.training_world, None
+            self._tried.clear()
         wanted = due(self._schedule, generation, self._live.layout)
         if wanted is None or self._tried[f"{wanted[1]}"] >= _ATTEMPTS:
             return

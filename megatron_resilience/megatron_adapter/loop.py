@@ -18,7 +18,7 @@ from megatron_resilience import accelerator, api
 from megatron_resilience.control.link import AgentLink
 from megatron_resilience.control.node import ADDRESS, NEWCOMER, NODE
 from megatron_resilience.deadpool.config import DeadpoolConfig
-from megatron_resilience.deadpool.session import Place, Session
+from megatron_resilience.deadpool.session import Place, Relayout, Session
 from megatron_resilience.hotswap.asker import Asker
 from megatron_resilience.hotswap.fallback import fallbacks
 from megatron_resilience.hotswap.schedule import bare, parse_entry, read_schedule
@@ -101,7 +101,6 @@ class Guard:
         state.loop = {"start": args.iteration, "report_memory": True, "totals": {}}
         state.out = self._once.out
         device = accelerator.select()
-        live = self._layout_state(state, model, optimizer)
         session = Session(
             self._link,
             Place(os.environ[NODE], os.environ[ADDRESS]),
@@ -109,11 +108,9 @@ class Guard:
             state,
             self._device_fabric(device, args),
             device,
-            timeout_s=args.distributed_timeout_minutes * 60.0,
-            live=live,
-            saves=saves_when_told(args),
-            exclusive=args.hotswap_exclusive_memory,
-            before_training=self._follow_schedule,
+            args.distributed_timeout_minutes * 60.0,
+            self._relayout(state, model, optimizer),
+            saves_when_told(args),
         )
         if saves_when_told(args):
             # Megatron's own handler takes note of it, and all ranks agree on the iteration that is the last.
@@ -217,10 +214,6 @@ class Guard:
         self._state.floating_point_operations = operations
         return self._checkpoint_and_decide_exit(model, optimizer, scheduler, iteration, operations, *rest, **kwargs)
 
-    def _follow_schedule(self, generation: int) -> None:
-        if self._asker is not None:
-            self._asker.follow_schedule(generation)
-
     def _wrap_optimizer(self, optimizer: Any) -> None:
         step = optimizer.step
 
@@ -232,7 +225,7 @@ class Guard:
 
         optimizer.step = guarded
 
-    def _layout_state(self, state: MegatronState, model: Any, optimizer: Any) -> LayoutState | None:
+    def _relayout(self, state: MegatronState, model: Any, optimizer: Any) -> Relayout | None:
         """What a change of layout needs, with --hotswap-parallelism; its schedule is checked before anything is joined."""
         args = get_args()
         if not args.hotswap_parallelism:
@@ -242,7 +235,16 @@ class Guard:
         self._asker = api._asker = Asker(
             self._link, live, schedule, self._fallbacks(live), int(os.environ["LOCAL_WORLD_SIZE"])
         )
-        return live
+        live.remember_streams()
+        keep = args.hotswap_keep_worlds if self._may_be_kept(args) else 0
+        return Relayout(live, args.hotswap_exclusive_memory, keep, self._asker.follow_schedule)
+
+    def _may_be_kept(self, args: Any) -> bool:
+        """Whether this process could take part in its layout again as a new one would: with the streams of start-up, which a
+        checkpoint has overwritten, and without a writer, whose file another one continues."""
+        restored = self._newcomer is None and args.load and not args.no_load_rng
+        writes = any(getattr(args, name, None) for name in ("tensorboard_dir", "wandb_project", "enable_one_logger"))
+        return not (restored or (writes and args.rank == args.world_size - 1))
 
     def _fallbacks(self, live: LayoutState) -> dict[int, Layout]:
         """By number of nodes, what to go on in when no spare is left."""

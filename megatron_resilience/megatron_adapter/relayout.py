@@ -28,6 +28,8 @@ from megatron_resilience.vps.state import steps
 _MUST_MOVE = (Kind.MASTER, Kind.MOMENT, Kind.STEP, Kind.FROZEN)
 _SAME_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr", "default_config", "max_lr", "min_lr")
 _EXPERTS = "is_expert_parallel"
+_HOST_STREAMS = ("python_rng", "numpy_rng")
+"""Python's and NumPy's generators, in a record."""
 
 
 class LayoutState:
@@ -96,6 +98,22 @@ class LayoutState:
             if specs[index].kind in (Kind.MASTER, Kind.MOMENT):
                 tensor.zero_()
 
+    def remember_streams(self) -> None:
+        """Keeps the random streams as start-up leaves them, for :meth:`begin_anew`."""
+        specs = self.state.inventory.specs
+        record = self.state.record()
+        self._first_generators = {name: record[name] for name in _HOST_STREAMS}
+        self._first_streams = {
+            specs[index].name: bytes(tensor.contiguous().numpy())
+            for index, tensor in self.state.volatile()
+            if specs[index].kind is Kind.RNG
+        }
+
+    def begin_anew(self) -> None:
+        """Random streams as in a process that has just started: those that no rank of the other layout hands on stay so."""
+        self.state.load_record(self.state.record() | self._first_generators)
+        self.state.load_streams(self._first_streams)
+
     def vacate(self) -> None:
         """Frees the device memory of parameters, gradients, masters and moments; what is in it is lost."""
         self._tenancy.vacate()
@@ -162,7 +180,7 @@ class LayoutState:
         scaler = next((s for s in record["scalers"] if s is not None), None)
         new["scalers"] = [None if s is None else scaler for s in mine["scalers"]]
         if not with_host_streams:
-            new |= {name: mine[name] for name in ("python_rng", "numpy_rng")}
+            new |= {name: mine[name] for name in _HOST_STREAMS}
         self.state.load_record(new)
         self.state.out[:] = record["out"]
 

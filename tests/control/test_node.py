@@ -97,6 +97,65 @@ def test_a_world_that_is_given_up_leaves_this_one(node):
     assert made.ranks == old and not made.next and made.next_epoch is None
 
 
+def world(number, layout):
+    """Another world of four ranks on a and b."""
+    return replace(NEXT, number=number, world=number, layout=layout)
+
+
+def park(node, layout, keeps):
+    """All ranks stand still, and say what may become of them."""
+    for process in node.ranks.values():
+        node.parked(process, layout, keeps)
+
+
+def test_a_world_that_is_left_is_kept_for_its_return(node):
+    made, theirs = node
+    first = dict(made.ranks)
+    park(made, "TP2·PP1·DP2", 1)
+    assert made.prepare_next(NEXT) == []
+    made.take_next(NEXT)
+    assert made.aside == {"TP2·PP1·DP2": first} and not any(p.killed for p in first.values())
+    second = dict(made.ranks)
+    park(made, NEXT.layout, 1)
+    started(theirs)
+    back = world(3, "TP2·PP1·DP2")
+    assert made.prepare_next(back) == [0, 1] and made.next == first and started(theirs) == []
+    made.take_next(back)
+    assert made.ranks == first and made.aside == {NEXT.layout: second} and made.world == 3
+    assert {p.world for p in first.values()} == {3} and {p.ready_epoch for p in first.values()} == {3}
+
+
+def test_no_more_worlds_are_kept_than_ranks_say(node):
+    made, _ = node
+    seen = []
+    for number, layout in enumerate(("TP1·PP2·DP2", "TP1·PP1·DP4", "TP4·PP1·DP1"), 2):
+        seen.append(dict(made.ranks))
+        park(made, f"left {number}", 2)
+        made.prepare_next(world(number, layout))
+        made.take_next(world(number, layout))
+    assert made.aside == {"left 3": seen[1], "left 4": seen[2]}
+    assert all(p.killed for p in seen[0].values()), "the one that was left first"
+    made.end_all()
+    assert not made.aside and all(p.killed for ranks in seen for p in ranks.values())
+
+
+def test_who_may_not_be_kept_ends_and_who_went_on_may_end(node):
+    """A rank that writes for people says 0, and starts anew beside those that were kept."""
+    made, theirs = node
+    first = dict(made.ranks)
+    park(made, "TP2·PP1·DP2", 1)
+    made.prepare_next(NEXT)
+    made.resume()
+    assert all(p.keeps == 0 for p in first.values())
+    made.parked(first[0], "TP2·PP1·DP2", 1)
+    made.prepare_next(NEXT)
+    made.take_next(NEXT)
+    assert made.aside == {"TP2·PP1·DP2": {0: first[0]}} and first[1].killed
+    started(theirs)
+    assert made.prepare_next(world(3, "TP2·PP1·DP2")) == [0]
+    assert len(started(theirs)) == 1 and made.next[1] is not first[1]
+
+
 def test_no_process_of_one_world_is_told_to_train_in_another(node):
     """The leader made the switch and died with the word of it: what comes next is an epoch of the new world."""
     made, _ = node
