@@ -9,7 +9,9 @@
 ``jobdir``       the folder of one job: secret, events, addresses, outcome
 ``options``      the launcher's options, validated (pure)
 ``launcher``     starts this node's agent, or all of them on one machine
-``agent``        one per node: its ranks, its memory, its place among the agents
+``agent``        one per node: its ranks, its memory
+``star``         ... its place among the agents: connections, who leads next
+``node``         ... its processes and its memory, without knowing why
 ``health``       what devices say of themselves, judged (pure)
 ``nvml``         reads them, where there is a driver
 ``membership``   who leads, and when a side may go on without the other (pure)

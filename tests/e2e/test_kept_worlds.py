@@ -8,7 +8,8 @@ import pytest
 
 from megatron_resilience.observe.trace import differences
 from tests.e2e.test_hot_swap import longer
-from tests.e2e.test_layouts import HOTSWAP
+from tests.e2e.test_layouts import HOTSWAP, RESHARDABLE
+from tests.e2e.test_load import stock
 from tests.support.deaths import Death, environment, missing
 from tests.support.job import TRAIN_AND_DIE, Job, job
 from tests.support.template import Template
@@ -58,6 +59,22 @@ def test_processes_that_were_kept_train_as_new_ones_would(
     for run in (running, plain):
         assert [event["generation"] for event in run.of_kind("switch_done")] == [3, 5, 7, 9]
     assert sorted(recalled(running)) == 3 * [[0, 1]] + 3 * [[2, 3]] and not recalled(plain)
+    assert differences(running.trace, plain.trace) == []
+
+
+@full
+def test_ranks_that_loaded_their_streams_start_anew(template: Template, tmp_path: Path) -> None:
+    """What start-up had made of the streams is lost with the checkpoint's; the next time they are kept like others."""
+    checkpoint = tmp_path / "checkpoint"
+    base = longer("tp2_dp2_dropout", ITERATIONS, *RESHARDABLE)
+    stock(template, 4, [*base.argv, "--train-iters", "2", "--save", str(checkpoint), "--save-interval", "2"])
+    options = (*there_and_back(tmp_path, "TP2 DP2", "PP2 DP2"), "--load", str(checkpoint))
+    kept = (*options, "--hotswap-keep-worlds", "2")
+    with job(template, tmp_path / "kept", base, kept, spares=0) as running:
+        running.finish(timeout=300)
+    with job(template, tmp_path / "plain", base, options, spares=0) as plain:
+        plain.finish(timeout=300)
+    assert sorted(recalled(running)) == 2 * [[0, 1]] + 2 * [[2, 3]]
     assert differences(running.trace, plain.trace) == []
 
 
