@@ -42,6 +42,13 @@ class Reshapable(Protocol):
     def space(self, layout: Layout, catalogue: Catalogue) -> StateSpace:
         """The state under a layout."""
 
+    def check_batches(self, layout: Layout, at: int) -> None:
+        """Whether a layout divides every batch from generation ``at`` on (0: from now on).
+
+        Raises:
+            ConfigurationError: names the first that it does not.
+        """
+
     def clear(self) -> None:
         """Zeroes what will be overwritten; rows of the vocabulary that are in the new layout alone stay so."""
 

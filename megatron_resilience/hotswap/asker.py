@@ -59,7 +59,7 @@ class Asker:
         self._given_up = 0
         self._world = self._told_in = 0
         for at, layout in schedule:
-            self._check(layout, f"--hotswap-schedule, iteration {at}")
+            self._check(layout, f"--hotswap-schedule, iteration {at}", at)
 
         link.on_check = self.check
 
@@ -68,7 +68,7 @@ class Asker:
         answer: dict[str, Any] = {"ticket": message["ticket"], "error": ""}
         try:
             layout = parse_entry(message["layout"], bare(self._live.layout), f"layout {message['layout']!r}")
-            self._check(layout, f"layout {message['layout']!r}")
+            self._check(layout, f"layout {message['layout']!r}", message["at"])
             answer |= {"layout": str(layout), "ranks": layout.world, "order": self._order(layout)}
             answer["text"] = f"{self._live.layout} can become {layout}, {layout.world} ranks; nothing was changed"
         except ConfigurationError as error:
@@ -113,7 +113,7 @@ class Asker:
             ConfigurationError: the layout is not one, or cannot be; names those that can.
         """
         layout = parse_entry(text, bare(self._live.layout), f"layout {text!r}")
-        self._check(layout, f"layout {text!r}")
+        self._check(layout, f"layout {text!r}", at)
         if self._live.state.rank == 0:
             self._wish(layout, list(nodes), at)
 
@@ -140,8 +140,9 @@ class Asker:
         )
         return [int(endpoint) // per_node for endpoint in keep_in_place(problem).target_at[::per_node]]
 
-    def _check(self, layout: Layout, where: str) -> None:
+    def _check(self, layout: Layout, where: str, at: int) -> None:
         try:
             self._live.space(layout, self._live.catalogue())
-        except ImpossibleLayout as error:
+            self._live.check_batches(layout, at)
+        except (ImpossibleLayout, ConfigurationError) as error:
             raise ConfigurationError(f"{where}: {error}") from error

@@ -19,6 +19,7 @@ from megatron_resilience.control.link import AgentLink
 from megatron_resilience.control.node import ADDRESS, NEWCOMER, NODE
 from megatron_resilience.deadpool.config import DeadpoolConfig
 from megatron_resilience.deadpool.session import Place, Relayout, Session
+from megatron_resilience.errors import ConfigurationError
 from megatron_resilience.hotswap.asker import Asker
 from megatron_resilience.hotswap.fallback import fallbacks
 from megatron_resilience.hotswap.schedule import bare, parse_entry, read_schedule
@@ -255,7 +256,8 @@ class Guard:
         def possible(layout: Layout) -> bool:
             try:
                 live.space(layout, catalogue)
-            except ImpossibleLayout:
+                live.check_batches(layout, 0)
+            except (ImpossibleLayout, ConfigurationError):
                 return False
             return True
 

@@ -6,10 +6,12 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+from megatron.core import num_microbatches_calculator
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.training import get_args, get_tokenizer
 
 from megatron_resilience.errors import ConfigurationError, StateError
+from megatron_resilience.hotswap.batches import Steps, check_batches
 from megatron_resilience.hotswap.fragments import Storage
 from megatron_resilience.hotswap.shelf import Table
 from megatron_resilience.megatron_adapter.buckets import chained
@@ -50,12 +52,9 @@ class LayoutState:
         self._model, self._optimizer = model, optimizer
         self._tenancy = Tenancy(model, optimizer)
         args = self._args = get_args()
-        # 0.17 has no such option.
-        if getattr(args, "step_batch_size_schedule", None):
-            raise ConfigurationError(
-                "--hotswap-parallelism with --step-batch-size-schedule: every batch of the schedule would have to divide among "
-                "the ranks of every layout, which nobody checks yet; use a constant --global-batch-size"
-            )
+        # Megatron has read the schedule; with a constant batch there is none.
+        calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+        self._batches: Steps = tuple(getattr(calculator, "schedule", ()))
         # MegatronState has primed them.
         self._steps = any(
             "step" in part.optimizer.state[main] for part in chained(optimizer) for _, main in masters(part)
@@ -80,11 +79,22 @@ class LayoutState:
         """The state under a layout.
 
         Raises:
-            ImpossibleLayout: it cannot carry the model, or the batch does not divide; says which ones can.
+            ImpossibleLayout: it cannot carry the model, or does not divide the batch; says which ones can.
         """
         args = self._args
-        batch = args.global_batch_size // args.micro_batch_size
+        batch = None if self._batches else args.global_batch_size // args.micro_batch_size
         return space_of(catalogue, layout, args.use_distributed_optimizer, batch)
+
+    def check_batches(self, layout: Layout, at: int) -> None:
+        """Whether a layout divides every batch from generation ``at`` on (0: from now on), where they are not all alike.
+
+        Raises:
+            ConfigurationError: names the first that it does not.
+        """
+        if self._batches:
+            args = self._args
+            unit = args.micro_batch_size * layout.dp
+            check_batches(self._batches, unit, args.iteration, args.consumed_train_samples, at)
 
     def clear(self) -> None:
         """Zeroes what another world's state will overwrite: masters and moments.

@@ -82,6 +82,8 @@ full = pytest.mark.full
         pytest.param("moe_ep2_dp4", "TP2 DP2 EP2", ("--sequence-parallel",), marks=full),
         pytest.param("no_distributed_optimizer", "TP4", (), marks=full),
         pytest.param("fp16", "DP4", (), marks=full),
+        # After six steps the batches are of 8 and 12 samples, and no longer of 4.
+        pytest.param("batch_rampup", "PP2 DP2", (), marks=full),
     ],
 )
 def test_training_goes_on_as_stock_megatron_would(
