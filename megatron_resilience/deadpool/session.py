@@ -95,13 +95,14 @@ class Relayout:
     Attributes:
         live: the state in the terms of other layouts.
         exclusive: the device has no room for another layout's tensors beside these.
-        keep_worlds: how many layouts' processes a node keeps after they were left, this one's among them; 0: none.
+        keep_worlds: says, when this process parks, how many layouts' processes its node may keep after they were left, this one's
+            among them; 0: it must end with its world.
         before_training: called with the generation from which this rank can train, before anybody is told so.
     """
 
     live: Reshapable
     exclusive: bool
-    keep_worlds: int
+    keep_worlds: Callable[[], int]
     before_training: Callable[[int], None]
 
 
@@ -256,7 +257,7 @@ class Session:
                 slot=slot,
                 stopped=stopped,
                 layout=str(self._relayout.live.layout),
-                keeps=self._relayout.keep_worlds,
+                keeps=self._relayout.keep_worlds(),
             )
             self._link.wait_resumed(generation)
         if self._exclusive:

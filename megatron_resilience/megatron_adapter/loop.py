@@ -12,7 +12,8 @@ import os
 from typing import Any
 
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training import get_args, training
+from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
+from megatron.training.global_vars import get_one_logger
 
 from megatron_resilience import accelerator, api
 from megatron_resilience.control.link import AgentLink
@@ -237,15 +238,15 @@ class Guard:
             self._link, live, schedule, self._fallbacks(live), int(os.environ["LOCAL_WORLD_SIZE"])
         )
         live.remember_streams()
-        keep = args.hotswap_keep_worlds if self._may_be_kept(args) else 0
-        return Relayout(live, args.hotswap_exclusive_memory, keep, self._asker.follow_schedule)
+        return Relayout(live, args.hotswap_exclusive_memory, self._keeps_worlds, self._asker.follow_schedule)
 
-    def _may_be_kept(self, args: Any) -> bool:
-        """Whether this process could take part in its layout again as a new one would: with the streams of start-up, which a
-        checkpoint has overwritten, and without a writer, whose file another one continues."""
+    def _keeps_worlds(self) -> int:
+        """How many worlds may be kept, this process's among them; 0: it could not take part again as a new one would. That takes
+        the streams of start-up, which a checkpoint has overwritten, and no writer, whose file another one continues."""
+        args = get_args()
         restored = self._newcomer is None and args.load and not args.no_load_rng
-        writes = any(getattr(args, name, None) for name in ("tensorboard_dir", "wandb_project", "enable_one_logger"))
-        return not (restored or (writes and args.rank == args.world_size - 1))
+        writes = any(get() is not None for get in (get_tensorboard_writer, get_wandb_writer, get_one_logger))
+        return 0 if restored or writes else args.hotswap_keep_worlds
 
     def _fallbacks(self, live: LayoutState) -> dict[int, Layout]:
         """By number of nodes, what to go on in when no spare is left."""
