@@ -152,7 +152,8 @@ class Agent:
         elif kind in ("hold", "stop_at"):
             self.node.tell_all(message)
         elif kind == "abandon":
-            self.node.resume()
+            self.node.end_next()
+            self.node.tell_all({"kind": "resume"})
         elif kind == "switched":
             self._take_next(Epoch.from_json(message["epoch"]))
         elif kind == "survey":
@@ -246,7 +247,10 @@ class Agent:
         elif self.node.ranks.get(process.rank) is process:
             message.setdefault("rank", process.rank)
             if kind == "parked":
-                self.node.parked(process, message["layout"], message["keeps"])
+                self.node.parked(process, message["epoch"], message["layout"], message["keeps"])
+            if kind == "joined":
+                # From now on it is one of those that must leave a dead world in time.
+                process.newcomer = False
             self._report(process, message)
             if kind == "ready" and self._epoch is not None:
                 process.ready_epoch = message["epoch"]

@@ -146,12 +146,12 @@ class SwitchAsked:
     Attributes:
         wish: which.
         ticket: comes back in the answer; 0: nobody waits for one.
-        epoch: that the rank which asks trains in, or is about to; 0: no rank asks.
+        world: that the rank which asks trains in, or is about to (``Epoch.world``); 0: no rank asks.
     """
 
     wish: Wish
     ticket: int = 0
-    epoch: int = 0
+    world: int = 0
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,12 @@ class Layouts(Epochs):
             answer: list[Action] = [Answer(event.ticket, False, why)] if event.ticket else []
             return [Note("switch_refused", {"layout": wish.layout, "why": why}), *answer]
 
-        if self._of_switch(event.epoch):
+        if self.switch is not None and event.world == self.switch.target.world:
             # The next entry of a schedule, said before the world that asks has begun: it must not come too late.
             self.wish = wish
+            return []
+        if event.world and self.epoch is not None and event.world != self.epoch.world:
+            # That world never began, or is over.
             return []
         if self.switch is not None:
             return refused("another change is under way")

@@ -103,7 +103,7 @@ class Leader:
         elif kind == "fatal":
             self.event(e.RankFatal(rank, message["error"], message["epoch"]))
         elif kind == "wish":
-            self.event(e.SwitchAsked(Wish.from_json(message["wish"]), epoch=message["epoch"]))
+            self.event(e.SwitchAsked(Wish.from_json(message["wish"]), world=message["world"]))
         elif kind == "fallbacks":
             known = {int(nodes): Fallback(*layout) for nodes, layout in message["layouts"].items()}
             self.event(e.FallbacksKnown(message["epoch"], known))
@@ -128,11 +128,24 @@ class Leader:
         self._last_state = None
         self._share_state()
 
-    def end_unfinished_switch(self, target: Epoch) -> None:
-        """As successor: ends a change of layout that the predecessor had begun."""
-        why = "the node that led it is gone"
-        self._events.write("switch_abandoned", layout=target.layout, why=why)
-        say(f"the change to {target.layout} is given up: {why}")
+    def end_unfinished_switch(self, target: Epoch | None) -> None:
+        """As successor: ends a change of layout that the predecessor had begun, or completes it where it was made.
+
+        Said always: ranks may have been told to stop though nobody prepares yet. Rank 0 asks again for what its schedule wants.
+
+        Args:
+            target: first epoch of the world that this node prepares, if it does.
+        """
+        epoch = self.machine.epoch
+        if target is not None and epoch is not None and target.world == epoch.world:
+            # The predecessor made it, and died before everybody was told.
+            self._broadcast({"kind": "switched", "epoch": epoch.to_json()})
+            return
+        self.machine.wish = None
+        if target is not None:
+            why = "the node that led it is gone"
+            self._events.write("switch_abandoned", layout=target.layout, why=why)
+            say(f"the change to {target.layout} is given up: {why}")
         self._broadcast({"kind": "abandon"})
 
     def _stepped(self, rank: int, message: dict[str, Any]) -> None:

@@ -42,6 +42,7 @@ class RankProcess:
         stacks: where it writes its stacks when asked.
         layout: that it trains in, as text; known once it has parked for a change of layout.
         keeps: how many layouts' processes it says may be kept, its own among them; 0: it must end with its world.
+        parked_in: the epoch in which it parked last.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class RankProcess:
     said: dict[str, dict[str, Any]] = field(default_factory=dict)
     layout: str = ""
     keeps: int = 0
+    parked_in: int = 0
 
     def kill(self) -> None:
         """Ends it at once; what it held is closed by the kernel, which every peer notices."""
@@ -69,7 +71,8 @@ class RankProcess:
 
     def recall(self, epoch: Epoch) -> None:
         """Makes a process that was kept one of a new world."""
-        self.world, self.ready_epoch, self.keeps, self.newcomer = epoch.world, epoch.number, 0, True
+        self.world, self.ready_epoch, self.keeps = epoch.world, epoch.number, 0
+        self.pulse = Pulse()
         self.said.clear()
 
 
@@ -189,16 +192,9 @@ class Node:
             self.tell(process, {"kind": "epoch", "epoch": epoch.to_json()})
         return recalled
 
-    def parked(self, process: RankProcess, layout: str, keeps: int) -> None:
+    def parked(self, process: RankProcess, epoch: int, layout: str, keeps: int) -> None:
         """A rank stands still for a change of layout, and says whether it may be kept afterwards."""
-        process.layout, process.keeps = layout, keeps
-
-    def resume(self) -> None:
-        """The change is given up, the ranks go on."""
-        self.end_next()
-        for process in self.ranks.values():
-            process.keeps = 0
-        self.tell_all({"kind": "resume"})
+        process.parked_in, process.layout, process.keeps = epoch, layout, keeps
 
     def end_next(self) -> None:
         """Ends the next world's ranks, and gives their memory back."""
@@ -210,7 +206,8 @@ class Node:
 
     def take_next(self, epoch: Epoch) -> None:
         """Makes the next world this node's; the old one's ranks end or are kept, and their memory is given back."""
-        self._set_aside(self.ranks)
+        before = self.next_epoch.before if self.next_epoch is not None else None
+        self._set_aside(self.ranks, before.number if before is not None else 0)
         for rank in [r for r in self.next if r not in epoch.ranks_of(self.node)]:
             self.next.pop(rank).kill()
         self.end_skeletons()
@@ -220,9 +217,13 @@ class Node:
             process.ready_epoch = epoch.number
             self.tell(process, {"kind": "go", "epoch": epoch.number})
 
-    def _set_aside(self, ranks: dict[int, RankProcess]) -> None:
-        """Keeps the ranks of a world that ends for the return of its layout, as many worlds as they say, or ends them."""
-        staying = {rank: process for rank, process in ranks.items() if process.keeps}
+    def _set_aside(self, ranks: dict[int, RankProcess], epoch: int) -> None:
+        """Keeps the ranks of a world that ends for the return of its layout, as many worlds as they say, or ends them.
+
+        Args:
+            epoch: its last one. Who has not parked in it is somewhere else.
+        """
+        staying = {rank: process for rank, process in ranks.items() if process.keeps and process.parked_in == epoch}
         _end({rank: process for rank, process in ranks.items() if rank not in staying})
         for process in staying.values():
             self.tell(process, {"kind": "set_aside"})

@@ -327,10 +327,7 @@ class Star:
             await asyncio.sleep(_RETRY_S / 5)
         for message in self._host.said():
             self.leader.message(self._me.node, message)
-        # A change of layout that the predecessor had not ended is given up.
-        unfinished = self._host.unfinished_switch()
-        if unfinished is not None:
-            self.leader.end_unfinished_switch(unfinished)
+        self.leader.end_unfinished_switch(self._host.unfinished_switch())
         for node in list(self.leader.machine.alive):
             if node != self._me.node and node not in self._followers:
                 self.leader.lost(node, passed.get(node, Evidence.SILENT))

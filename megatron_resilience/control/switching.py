@@ -79,7 +79,7 @@ def target_of(
         replicas: copies of each rank's state in other domains.
 
     Raises:
-        ConfigurationError: there are not enough nodes or failure domains, or a node is not there.
+        ConfigurationError: there are not enough nodes or failure domains, a node is not there, or nothing would change.
     """
     needed = -(-wish.ranks // now.nproc_per_node)
     there = [*now.slots, *spares]
@@ -96,6 +96,8 @@ def target_of(
             f"but only {len(there)} are there"
         )
     slots = tuple(there[:needed])
+    if (wish.layout, slots) == (now.layout, now.slots):
+        raise ConfigurationError(f"the layout is {wish.layout} already, on {', '.join(slots)}")
     if len({domains[node] for node in slots}) <= replicas:
         raise ConfigurationError(
             f"layout {wish.layout} would train on {', '.join(slots)} alone, and --deadpool-replicas {replicas} needs nodes in "

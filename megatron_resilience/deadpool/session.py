@@ -52,6 +52,8 @@ MEETING_TIMEOUT_S = 60.0
 """For ranks that are already on their way to meet each other; deaths among them end it much earlier."""
 PREPARING_TIMEOUT_S = 1800.0
 """For ranks of a next world, which start up in the background, some of them on nodes that have yet to import everything."""
+KEPT_EXCHANGES = 50
+"""A process that has met others so often is not kept for another return of its layout: what torch leaves behind adds up."""
 REPLICA_TIMEOUT_S = 24 * 3600.0
 """A partner may legitimately be busy for long (evaluation, a checkpoint): only an abort ends the wait."""
 
@@ -257,7 +259,7 @@ class Session:
                 slot=slot,
                 stopped=stopped,
                 layout=str(self._relayout.live.layout),
-                keeps=self._relayout.keep_worlds(),
+                keeps=self._relayout.keep_worlds() if self._switch.exchanges < KEPT_EXCHANGES else 0,
             )
             self._link.wait_resumed(generation)
         if self._exclusive:

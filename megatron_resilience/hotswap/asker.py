@@ -120,7 +120,7 @@ class Asker:
     def _wish(self, layout: Layout, nodes: list[str], at: int) -> None:
         order = [] if nodes else self._order(layout)
         wish = Wish(str(layout), layout.world, tuple(nodes), at, tuple(order))
-        self._link.send("wish", epoch=self._link.training_epoch, wish=asdict(wish))
+        self._link.send("wish", world=self._link.training_world, wish=asdict(wish))
 
     def _order(self, layout: Layout) -> list[int]:
         """Places of the nodes that train now in which the least state moves; empty where it cannot be said."""

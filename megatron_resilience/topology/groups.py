@@ -60,6 +60,11 @@ class GroupSwitch:
     def __init__(self) -> None:
         self._next_type = _FIRST_FREE_TYPE
 
+    @property
+    def exchanges(self) -> int:
+        """How many there have been; each leaves idle threads and descriptors behind, and torch ends them at about 240."""
+        return self._next_type - _FIRST_FREE_TYPE
+
     def build(self, handles: list[Handle], fabrics: dict[str, Fabric]) -> list[tuple[Handle, str, Any]]:
         """New backends for all handles; nothing is installed yet.
 

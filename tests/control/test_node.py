@@ -99,13 +99,15 @@ def test_a_world_that_is_given_up_leaves_this_one(node):
 
 def world(number, layout):
     """Another world of four ranks on a and b."""
-    return replace(NEXT, number=number, world=number, layout=layout)
+    return replace(
+        NEXT, number=number, world=number, layout=layout, before=replace(NEXT, number=number - 1, before=None)
+    )
 
 
-def park(node, layout, keeps):
+def park(node, layout, keeps, epoch=1):
     """All ranks stand still, and say what may become of them."""
     for process in node.ranks.values():
-        node.parked(process, layout, keeps)
+        node.parked(process, epoch, layout, keeps)
 
 
 def test_a_world_that_is_left_is_kept_for_its_return(node):
@@ -116,7 +118,7 @@ def test_a_world_that_is_left_is_kept_for_its_return(node):
     made.take_next(NEXT)
     assert made.aside == {"TP2·PP1·DP2": first} and not any(p.killed for p in first.values())
     second = dict(made.ranks)
-    park(made, NEXT.layout, 1)
+    park(made, NEXT.layout, 1, epoch=2)
     started(theirs)
     back = world(3, "TP2·PP1·DP2")
     assert made.prepare_next(back) == [0, 1] and made.next == first and started(theirs) == []
@@ -130,7 +132,7 @@ def test_no_more_worlds_are_kept_than_ranks_say(node):
     seen = []
     for number, layout in enumerate(("TP1·PP2·DP2", "TP1·PP1·DP4", "TP4·PP1·DP1"), 2):
         seen.append(dict(made.ranks))
-        park(made, f"left {number}", 2)
+        park(made, f"left {number}", 2, epoch=number - 1)
         made.prepare_next(world(number, layout))
         made.take_next(world(number, layout))
     assert made.aside == {"left 3": seen[1], "left 4": seen[2]}
@@ -139,21 +141,24 @@ def test_no_more_worlds_are_kept_than_ranks_say(node):
     assert not made.aside and all(p.killed for ranks in seen for p in ranks.values())
 
 
-def test_who_may_not_be_kept_ends_and_who_went_on_may_end(node):
-    """A rank that writes for people says 0, and starts anew beside those that were kept."""
+def test_who_may_not_be_kept_ends(node):
+    """A rank that writes for people says 0, and starts anew beside those that were kept; so does one that parked another time."""
     made, theirs = node
     first = dict(made.ranks)
-    park(made, "TP2·PP1·DP2", 1)
-    made.prepare_next(NEXT)
-    made.resume()
-    assert all(p.keeps == 0 for p in first.values())
-    made.parked(first[0], "TP2·PP1·DP2", 1)
+    made.parked(first[0], 1, "TP2·PP1·DP2", 1)
+    made.parked(first[1], 1, "TP2·PP1·DP2", 0)
     made.prepare_next(NEXT)
     made.take_next(NEXT)
     assert made.aside == {"TP2·PP1·DP2": {0: first[0]}} and first[1].killed
     started(theirs)
     assert made.prepare_next(world(3, "TP2·PP1·DP2")) == [0]
     assert len(started(theirs)) == 1 and made.next[1] is not first[1]
+    made.take_next(world(3, "TP2·PP1·DP2"))
+    park(made, "TP2·PP1·DP2", 1, epoch=3)
+    lost = replace(world(4, ""), number=5, lost=("b",))
+    made.prepare_next(replace(world(5, "DP2"), number=6, ranks=2, before=lost))
+    made.take_next(replace(world(5, "DP2"), number=6, ranks=2))
+    assert first[0].killed and not made.aside, "it waits for another epoch of its own world"
 
 
 def test_no_process_of_one_world_is_told_to_train_in_another(node):

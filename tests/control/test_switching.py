@@ -167,7 +167,7 @@ def test_the_next_entry_of_a_schedule_is_known_before_its_world_begins():
     """Or it would come too late where it follows at the next generation: the ranks are told to stop right after go."""
     machine = moving()
     back = Wish("TP2·PP1·DP2", 4, at=8)
-    assert not act(machine, e.SwitchAsked(back, epoch=2))
+    assert not act(machine, e.SwitchAsked(back, world=2))
     actions = act(machine, *joined(2, 7))
     kinds = [type(a) for a in actions]
     assert kinds.index(e.Switched) < kinds.index(e.Prepare) < kinds.index(e.Hold)
@@ -176,9 +176,19 @@ def test_the_next_entry_of_a_schedule_is_known_before_its_world_begins():
 
 def test_a_world_that_never_began_has_asked_for_nothing():
     machine = moving()
-    act(machine, e.SwitchAsked(Wish("TP2·PP1·DP2", 4, at=8), epoch=2))
+    wish = e.SwitchAsked(Wish("TP2·PP1·DP2", 4, at=8), world=2)
+    act(machine, wish)
     act(machine, e.RankExited("a", 1, 1, -9, 7))
     assert none_of(act(machine, *joined(3, 7)), e.Prepare) and machine.switch is None
+    # Its words may come late.
+    assert not act(machine, wish) and machine.switch is None
+
+
+def test_a_change_to_what_is_there_is_refused():
+    machine = moving()
+    act(machine, *joined(2, 7))
+    answer = only(act(machine, e.SwitchAsked(WISH, 5)), e.Answer)
+    assert not answer.done and "TP1·PP2·DP2 already, on a, b" in answer.text
 
 
 def test_a_successor_knows_what_was_asked_for():

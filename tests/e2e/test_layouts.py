@@ -111,17 +111,17 @@ def test_training_goes_on_as_stock_megatron_would(
 
 @full
 def test_a_resize_every_five_steps_for_a_hundred(template: Template, tmp_path: Path) -> None:
-    """Every step equals a chain of stock Megatrons that save and load at the same steps."""
+    """Every step equals a chain of stock Megatrons that save and load at the same steps. Most processes serve several times."""
     base = longer("dp4", 100, *RESHARDABLE, "--global-batch-size", "12", "--micro-batch-size", "1")
     around = ("DP2", "DP3", "TP2 DP2", "PP2", "DP4")
     stops = {at: around[i % len(around)] for i, at in enumerate(range(5, 100, 5))}
     schedule = tmp_path / "schedule.yaml"
     schedule.write_text("".join(f"{at}: {layout}\n" for at, layout in stops.items()))
-    with job(
-        template, tmp_path / "run", base, (*HOTSWAP, "--hotswap-schedule", str(schedule)), nodes=4, spares=0
-    ) as running:
+    extra = (*HOTSWAP, "--hotswap-schedule", str(schedule), "--hotswap-keep-worlds", "5")
+    with job(template, tmp_path / "run", base, extra, nodes=4, spares=0) as running:
         running.finish(timeout=1200)
     assert [event["generation"] for event in running.of_kind("switch_done")] == list(stops)
+    assert len(running.of_kind("recalled")) > len(stops)
     oracle = chained_oracle(template, tmp_path, base, stops, 100)
     trained = read(running.trace)
     expected: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(4)}
@@ -357,3 +357,21 @@ def test_people_change_the_layout_of_a_running_job(template: Template, tmp_path:
     for switch in people.of_kind("switch_done"):
         ended, began = (logical_state(sums, moment, switch["generation"]) for moment in ("end", "begin"))
         assert ended and ended == began
+
+
+@full
+def test_a_leader_without_ranks_dies_before_a_change(template: Template, tmp_path: Path) -> None:
+    """Ranks have been told where to stop, and nobody prepares yet: whoever leads next must know of it, or they stand for ever."""
+    people, schedule = People(tmp_path / "job"), tmp_path / "schedule.yaml"
+    schedule.write_text("200: PP2 DP2\n")
+    extra = (*HOTSWAP, "--hotswap-exclusive-memory", "--hotswap-schedule", str(schedule))
+    base = longer("tp2_dp2_fp32", ENDLESS)
+    with job(template, tmp_path, base, extra, launch=("--job-dir", str(people.folder))) as running:
+        running.wait_for_step(4)
+        leader = running.agents()[0]
+        assert people.run("drain", "n0").status == 0
+        running.wait_for(lambda: len(people.of_kind("switch_agreed")) == 2)
+        kill_node(leader)
+        running.wait_for(lambda: people.of_kind("switch_done"))
+        (switched,) = people.of_kind("switch_done")
+        assert switched["generation"] == 200 and people.status()["leader"] == "n1"

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full]
 ITERATIONS = 13
 NODES = 2
 JOBS = (
-    ("first", "forward", "checkpoint"),
+    ("first", "checkpoint", "forward"),
     ("backward", "between", "logging"),
     ("reduction", "scheduler", "evaluation"),
     ("optimizer", "gather"),
@@ -35,7 +35,7 @@ JOBS = (
 MOMENTS = tuple(moment for moments in JOBS for moment in moments)
 ABSENT = {("no_distributed_optimizer", "gather")}
 """Nothing is gathered where every rank has the whole optimizer state."""
-SAVE = ("--save-interval", "4", "--ckpt-format", "torch_dist")
+SAVE = ("--save-interval", "8", "--ckpt-format", "torch_dist")
 Victim = tuple[str, int]
 """``Death.what`` and ``Death.rank``."""
 
@@ -69,8 +69,8 @@ def death(name: str, moment: str, victim: Victim, place: int) -> Death:
     if moment == "first":
         inside, at = chance.choice(("forward", "backward", "reduction", "optimizer")), 1
     elif moment == "checkpoint":
-        # Its writers are at work for seconds.
-        at, latest = 4 * place + 4, 1.0
+        # Its writers are at work for seconds, the first time.
+        at, latest = 8, 1.0
     return Death(inside, at, rank, what, chance.choice([0, chance.uniform(0, latest)]))
 
 
