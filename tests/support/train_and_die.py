@@ -1,5 +1,3 @@
-import megatron_resilience.autoload  # noqa: F401, I001
-
 # examples/train_gpt.py, left and entered again on purpose at every iteration (LEAVE_IN names the function whose end is
 # the moment; no process dies), or with deaths in it (DEATHS; see deaths.py): a rank sends SIGKILL to its whole node, to all
 # ranks of its node, or to itself alone, or hangs. Each once: a marker file remembers it. Or its rounds of protection are
@@ -7,34 +5,36 @@ import megatron_resilience.autoload  # noqa: F401, I001
 
 import json
 import os
-import runpy
 import signal
 import threading
 import time
 from pathlib import Path
 
 import psutil
-import torch
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import schedules
-from megatron.training import get_args, training
 
-from megatron_resilience.deadpool.protection import Protection
+# Megatron is imported by the rank alone: the process that each rank starts to save imports this module too.
+if __name__ == "__main__":
+    import torch
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import get_args, training
 
-MOMENTS = {
-    "forward": (schedules, "forward_step"),
-    "backward": (schedules, "backward_step"),
-    "reduction": (_ParamAndGradBucketGroup, "finish_grad_sync"),
-    "optimizer": (torch.optim.AdamW, "step"),
-    "gather": (_ParamAndGradBucketGroup, "start_param_sync"),
-    "scheduler": (OptimizerParamScheduler, "step"),
-    "logging": (training, "training_log"),
-    "checkpoint": (training, "save_checkpoint_and_time"),
-    "evaluation": (training, "evaluate_and_print_results"),
-    # The top of train()'s loop.
-    "between": (training, "maybe_finalize_async_save"),
-}
+    from megatron_resilience.deadpool.protection import Protection
+
+    MOMENTS = {
+        "forward": (schedules, "forward_step"),
+        "backward": (schedules, "backward_step"),
+        "reduction": (_ParamAndGradBucketGroup, "finish_grad_sync"),
+        "optimizer": (torch.optim.AdamW, "step"),
+        "gather": (_ParamAndGradBucketGroup, "start_param_sync"),
+        "scheduler": (OptimizerParamScheduler, "step"),
+        "logging": (training, "training_log"),
+        "checkpoint": (training, "save_checkpoint_and_time"),
+        "evaluation": (training, "evaluate_and_print_results"),
+        # The top of train()'s loop.
+        "between": (training, "maybe_finalize_async_save"),
+    }
 
 
 def kill(what):
@@ -119,4 +119,6 @@ if __name__ == "__main__":
     for death in json.loads(os.environ.get("DEATHS", "[]")):
         if os.environ["RANK"] == str(death["rank"]):
             arm(death)
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_gpt.py"), run_name="__main__")
+    script = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+    # Not by runpy: the main module remains this file, which is light, for the processes that import it again.
+    exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__", "__file__": str(script)})
