@@ -2,11 +2,13 @@
 
 Files in the job's folder, one JSON object per line, ``{name}{rank}.jsonl``:
 
+* ``holds``: a rank in its third step: its tensors' bytes;
 * ``prepared``: a rank of the next world waits for its state: seconds of processor time so far, its tensors' bytes;
 * ``parked``: a rank of the old world stands: its tensors' bytes, and when it came (``stopped``);
 * ``stepped``: a rank has taken its first step: its marks of the time since it was told to join;
 * ``transfer``: bytes by peer that an endpoint will receive, its largest staging buffer; rank 0: both layouts and the model;
 * ``moved``: the peak of the staging buffers;
+* ``part``: one part of moving the state, by :data:`MOVES`' names;
 * ``checkpoint``: one call of Megatron's ``save_checkpoint`` or ``load_checkpoint``.
 """
 
@@ -27,6 +29,9 @@ WISH = "wish"
 LOAD_AGAIN = "load-again"
 """File with an iteration: on entry to it every rank loads the checkpoint once more, and again with
 ``--ckpt-fully-parallel-load``."""
+MOVES = ("seals", "run", "exchange", "compare")
+"""Parts of moving the state: the old ranks' seals are checked; everything goes to its place, and within that what other nodes
+send (with packing, hashing and unpacking); all of it is compared with its source."""
 
 
 class Notes:
@@ -63,7 +68,7 @@ def install(folder: Path, rank: int) -> Callable[[Any, Any, Any], None]:
     from megatron_resilience import api
     from megatron_resilience.control.link import AgentLink
     from megatron_resilience.deadpool.session import Session
-    from megatron_resilience.hotswap.arrival import Arrival
+    from megatron_resilience.hotswap.arrival import Arrival, Shelves
     from megatron_resilience.hotswap.engine import Transfer
 
     notes = Notes(folder, rank)
@@ -71,6 +76,8 @@ def install(folder: Path, rank: int) -> Callable[[Any, Any, Any], None]:
 
     def enter(model: Any, optimizer: Any, scheduler: Any) -> None:
         notes.holds(model, optimizer)
+        if get_args().curr_iteration == 2:
+            notes.write("holds", tensors=notes.tensors())
         if rank == 0 and wish.exists():
             layout = wish.read_text()
             wish.unlink()
@@ -125,16 +132,19 @@ def install(folder: Path, rank: int) -> Callable[[Any, Any, Any], None]:
     AgentLink.send, Session._arrive = noted_send, noted_arrive  # type: ignore[method-assign]
     Transfer.__init__, Arrival.move = noted_init, noted_move  # type: ignore[method-assign]
     for name in ("save_checkpoint", "load_checkpoint"):
-        setattr(training, name, _timed(notes, name, getattr(training, name)))
+        setattr(training, name, _timed(notes, "checkpoint", name, getattr(training, name)))
+    moving = ((Shelves, "open"), (Transfer, "run"), (Transfer, "_exchange"), (Transfer, "verify"))
+    for what, (owner, method) in zip(MOVES, moving, strict=True):
+        setattr(owner, method, _timed(notes, "part", what, getattr(owner, method)))
     return enter
 
 
-def _timed(notes: Notes, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(notes: Notes, name: str, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.time()
         result = call(*args, **kwargs)
-        notes.write("checkpoint", what=name, start=start, end=time.time())
+        notes.write(name, what=what, start=start, end=time.time())
         return result
 
     return timed

@@ -1,9 +1,9 @@
 """The layout changes while the job trains: how long nobody trains, and how long if stock Megatron changes it.
 
-Each trial of each kind of model runs three jobs, one after the other, each alone:
+Each trial of each kind of model runs four jobs, one after the other, each alone:
 
 * a protected one, which is asked for the other layout as soon as its iterations are steady, and changes when the new world is
-  ready, so that the preparation is hidden;
+  ready, so that the preparation is hidden; and the same once more with ``--hotswap-exclusive-memory``, where it is not;
 * stock Megatron under plain torchrun, which saves twice; the first save starts processes and is not counted. It is killed as
   soon as the second one is complete, which is quicker than its own end;
 * stock Megatron at the other layout, which loads that. Later it loads the same again, plainly and with
@@ -11,7 +11,8 @@ Each trial of each kind of model runs three jobs, one after the other, each alon
 
 Pauses are from the end of the last step of the old layout on the last rank to the beginning of the first step of the new one on
 the last rank. Checkpoints lie in memory (/dev/shm) where there is room, in the format that other layouts can load
-(torch_dist, fully_reshardable). Between them the same bytes go between the same pairs of bare gloo processes.
+(torch_dist, fully_reshardable). Between them the same bytes go between the same pairs of bare gloo processes,
+against which the exchange between nodes is held, with its packing, hashing and unpacking.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ GOALS = (
     Goal("prepare_hidden_fraction", 0.93, at_least=True),
     Goal("steps_slowdown", 1.2),
     Goal("peak_over_limit", 1.05),
+    Goal("peak_over_limit_exclusive", 1.05),
 )
 STOCK = ("--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable", "--ckpt-assume-constant-structure")
 """How stock Megatron saves and loads."""
@@ -62,8 +64,18 @@ _VALUES = (
         "save_s",
         "load_s",
     ),
-    *("cold_save_s", "cold_load_s", "raw_s", "received_bytes", "least_bytes", "bytes_over_minimum", "rate_over_raw"),
+    *(
+        "cold_save_s",
+        "cold_load_s",
+        "raw_s",
+        "exchange_s",
+        "received_bytes",
+        "least_bytes",
+        "bytes_over_minimum",
+        "rate_over_raw",
+    ),
     *("least_bytes_in_best_order", "prepare_hidden_fraction", "steps_slowdown", "peak_over_limit"),
+    *("peak_over_limit_exclusive", "pause_exclusive_s"),
 )
 _WARM_UP, _SAVE_EVERY, _TOLERANCE_S = 3, 2, 0.05
 _HASH = 16
@@ -121,13 +133,9 @@ def summary(trials: list[dict[str, Any]]) -> dict[str, Any]:
         "ratio_to_save_load": over(lambda t: (t["save_s"] + t["load_s"]) / t["pause_s"]),
         **{name: over(lambda t, name=name: t[name]) for name in _VALUES},  # type: ignore[misc]
         "phases_s": {part: over(lambda t, part=part: t["phases_s"][part]) for part in PAUSE},  # type: ignore[misc]
-        "restart_parts_s": {
-            part: over(lambda t, part=part: t["restart_parts_s"][part])  # type: ignore[misc]
-            for part in trials[0]["restart_parts_s"]
-        },
-        "memory": {
-            part: over(lambda t, part=part: t["memory"][part])  # type: ignore[misc]
-            for part in trials[0]["memory"]
+        **{
+            name: {part: over(lambda t, name=name, part=part: t[name][part]) for part in trials[0][name]}  # type: ignore[misc]
+            for name in ("move_parts_s", "restart_parts_s", "memory", "memory_exclusive")
         },
         "trials": trials,
     }
@@ -147,6 +155,7 @@ def overall(kinds: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
         ("prepare_hidden_fraction", kinds, min),
         ("steps_slowdown", kinds, max),
         ("peak_over_limit", kinds, max),
+        ("peak_over_limit_exclusive", kinds, max),
     ):
         report[name] = worst((values[name] for values in among.values()), key=lambda value: value["median"])
     return report
@@ -159,13 +168,19 @@ def _trial(folder: Path, change: _model.Change) -> dict[str, Any]:
     live = _live(folder / "live", change)
     receives = live.pop("receives")
     live["raw_s"] = min(raw_seconds(folder / "raw", receives))
-    live["rate_over_raw"] = live["raw_s"] / live["phases_s"]["move"]
+    live["rate_over_raw"] = live["raw_s"] / live["exchange_s"]
+    alone = _live(folder / "exclusive", change, "--hotswap-exclusive-memory")
+    live |= {
+        "pause_exclusive_s": alone["pause_s"],
+        "peak_over_limit_exclusive": alone["peak_over_limit"],
+        "memory_exclusive": alone["memory"],
+    }
     return live | _stock(folder, change)
 
 
-def _live(folder: Path, change: _model.Change) -> dict[str, Any]:
-    """One change in a protected job."""
-    job = Job.changing(folder, change.argv(change.before))
+def _live(folder: Path, change: _model.Change, *more: str) -> dict[str, Any]:
+    """One change in a protected job; ``more`` options for it."""
+    job = Job.changing(folder, [*change.argv(change.before), *more])
     try:
         job.wait_for_step(_WARM_UP + change.steady, _PATIENCE_S)
         partial = folder / f"{_relayout.WISH}.part"
@@ -177,7 +192,7 @@ def _live(folder: Path, change: _model.Change) -> dict[str, Any]:
         job.kill()
     (asked,) = job.notes("asked", 0)
     (told,) = job.notes("transfer", 0)
-    result = _pause(job, event) | _preparation(job, asked["time"], event) | _memory(job)
+    result = _pause(job, event) | _preparation(job, asked["time"], event) | _memory(job) | _moves(job)
     (least, best), received = least_bytes(told), event["bytes"]["received"]
     transfers = [job.notes("transfer", rank)[0] for rank in range(_model.WORLD_SIZE)]
     return result | {
@@ -252,14 +267,30 @@ def _preparation(job: Job, asked: float, event: dict[str, Any]) -> dict[str, Any
     }
 
 
+def _moves(job: Job) -> dict[str, Any]:
+    """Parts of moving the state, each of the rank that took longest; how long any rank exchanged something."""
+    by_rank = [{p["what"]: p for p in job.notes("part", rank)} for rank in range(_model.WORLD_SIZE)]
+    seconds = [{what: parts[what]["end"] - parts[what]["start"] for what in _relayout.MOVES} for parts in by_rank]
+    exchanges = [parts["exchange"] for parts in by_rank]
+    return {
+        "move_parts_s": {
+            "check seals": max(s["seals"] for s in seconds),
+            "within nodes": max(s["run"] - s["exchange"] for s in seconds),
+            "between nodes": max(s["exchange"] for s in seconds),
+            "compare": max(s["compare"] for s in seconds),
+        },
+        "exchange_s": max(e["end"] for e in exchanges) - min(e["start"] for e in exchanges),
+    }
+
+
 def _memory(job: Job) -> dict[str, Any]:
     """Tensors of both processes of the rank that is furthest above its limit, when the state moves."""
     found = []
     for rank in range(_model.WORLD_SIZE):
-        source, target = (job.notes(name, rank)[0]["tensors"] for name in ("parked", "prepared"))
+        trained, source, target = (job.notes(name, rank)[0]["tensors"] for name in ("holds", "parked", "prepared"))
         staging = job.notes("moved", rank)[0]["staging"]
         buffer = job.notes("transfer", rank)[0]["buffer"] + _HASH
-        limit = max(sum(source.values()), sum(target.values())) + buffer
+        limit = max(sum(trained.values()), sum(target.values())) + buffer
         parts = {f"old {name}": size for name, size in source.items()} | {
             f"new {n}": size for n, size in target.items()
         }
@@ -334,6 +365,8 @@ def _table(report: dict[str, Any]) -> str:
             f"{kind}: {values['before']} to {values['after']}, {values['state_bytes'] * mib:.0f} MiB of state in all",
             row("pause", values["pause_s"], "s"),
             *(row(f"  {part}", value, "s") for part, value in values["phases_s"].items()),
+            *(row(f"  move, {part}", value, "s") for part, value in values["move_parts_s"].items()),
+            row("pause with exclusive memory", values["pause_exclusive_s"], "s"),
             row("restart: step to step", values["restart_s"], "s"),
             *(row(f"  {part}", value, "s") for part, value in values["restart_parts_s"].items()),
             row("warm save", values["save_s"], "s"),
@@ -347,8 +380,10 @@ def _table(report: dict[str, Any]) -> str:
             row("received from other nodes", values["received_bytes"], "MiB", mib),
             row("  least, nodes in this order", values["least_bytes"], "MiB", mib),
             row("  least, nodes in the best order", values["least_bytes_in_best_order"], "MiB", mib),
-            row("the same, raw", values["raw_s"], "s"),
+            row("exchanged between nodes in", values["exchange_s"], "s"),
+            row("  the same, raw", values["raw_s"], "s"),
             *(row(f"memory, {part}", value, "MiB", mib) for part, value in values["memory"].items()),
+            *(row(f"exclusive, {part}", value, "MiB", mib) for part, value in values["memory_exclusive"].items()),
         ]
     lines += ["", "what the goals are for (of all kinds, the worst):"]
     lines += [row(goal.name, report[goal.name]) for goal in GOALS if goal.name in report]

@@ -83,12 +83,23 @@ def test_reshard(tmp_path):
         # Two masters' worth of moments at least, and not everything: each node has some of it.
         assert 0 < trial["least_bytes"] <= trial["received_bytes"] < 2 * trial["state_bytes"]
         assert values["memory"]["old model"]["median"] > 0 and values["memory"]["new optimizer"]["median"] > 0
+        # Where memory is short the old world has none left when the new one takes its own.
+        alone = {part: value["max"] for part, value in values["memory_exclusive"].items()}
+        assert all(size == 0 for part, size in alone.items() if part.startswith("old"))
+        assert alone["new model"] > 0 and alone["new optimizer"] > 0
+        assert values["move_parts_s"]["between nodes"]["median"] <= values["phases_s"]["move"]["median"] + 0.05
     for kind in report["kinds"]:
         for name in ("ratio_to_restart", "ratio_to_save_load"):
             assert_spread(report[f"{kind}_{name}"])
             # A restart imports and sets up; a change of layout has done so before.
             assert report[f"{kind}_{name}"]["median"] > 1
-    for name in ("bytes_over_minimum", "rate_over_raw", "prepare_hidden_fraction", "peak_over_limit"):
+    for name in (
+        "bytes_over_minimum",
+        "rate_over_raw",
+        "prepare_hidden_fraction",
+        "peak_over_limit",
+        "peak_over_limit_exclusive",
+    ):
         assert_spread(report[name])
     assert report["bytes_over_minimum"]["min"] >= 1
     assert report["prepare_hidden_fraction"]["max"] <= 1
