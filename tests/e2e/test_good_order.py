@@ -11,8 +11,8 @@ from megatron_resilience import exits
 from megatron_resilience.control.jobdir import JobDir
 from megatron_resilience.observe.trace import differences, read
 from tests.e2e.test_hot_swap import longer
-from tests.e2e.test_load import STEADY, stock
 from tests.support.job import job, kill_node
+from tests.support.oracles import STEADY, stock
 from tests.support.template import Template
 
 pytestmark = pytest.mark.e2e

@@ -8,10 +8,9 @@ import pytest
 
 from megatron_resilience.observe.trace import differences
 from tests.e2e.test_hot_swap import longer
-from tests.e2e.test_layouts import HOTSWAP, RESHARDABLE
-from tests.e2e.test_load import stock
 from tests.support.deaths import Death, environment, missing
 from tests.support.job import TRAIN_AND_DIE, Job, job
+from tests.support.oracles import HOTSWAP, RESHARDABLE, stock
 from tests.support.template import Template
 
 pytestmark = pytest.mark.e2e

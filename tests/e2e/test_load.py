@@ -9,13 +9,12 @@ import pytest
 from megatron_resilience.observe.trace import differences, read
 from tests.e2e.test_hot_swap import assert_swapped, longer
 from tests.support.job import job, kill_node
+from tests.support.oracles import STEADY, stock
 from tests.support.template import Template
 
 pytestmark = pytest.mark.e2e
 
 SAVED, LAST = 4, 16
-STEADY = ("--ckpt-format", "torch_dist", "--lr-decay-iters", "100", "--override-opt_param-scheduler")
-
 
 # fully_reshardable files of several padded buckets are corrupt: Megatron 0.19 saves unpadded buckets by padded offsets.
 FORMATS = [("tp2_dp2_bf16_overlap", False), ("tp2_dp2_fp32", True), ("no_distributed_optimizer", False)]
@@ -55,10 +54,3 @@ def test_stock_megatron_continues_bit_for_bit(template: Template, tmp_path: Path
     assert [
         d for d in differences(tmp_path / "rest", tmp_path / "whole") if "iterations" not in d and "groups" not in d
     ] == []
-
-
-def stock(template: Template, world_size: int, argv: list[str] | tuple[str, ...]) -> None:
-    """Runs Megatron without --deadpool."""
-    failed = [result for result in template.run_ranks(world_size, list(argv)) if result.returncode != 0]
-    # The first to fail takes the others down.
-    assert not failed, max(failed, key=lambda result: result.returncode).output[-4000:]

@@ -17,9 +17,8 @@ from megatron_resilience.observe.events import read_events
 from megatron_resilience.observe.trace import differences, read
 from tests.e2e.test_good_order import after
 from tests.e2e.test_hot_swap import longer
-from tests.e2e.test_layouts import RESHARDABLE, resharded_oracle
-from tests.e2e.test_load import STEADY
 from tests.support.configurations import Configuration
+from tests.support.oracles import RESHARDABLE, STEADY, resharded_oracle
 from tests.support.slurm import Cluster, missing
 from tests.support.template import ROOT, TRAIN_GPT, Template
 
