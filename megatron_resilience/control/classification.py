@@ -45,7 +45,7 @@ class Fault:
         begun: training has begun, so that the fault is not one of start-up.
         spares: nodes that wait.
         copies: every rank's state lies on other nodes too, so that a living node can be left.
-        same_step: faults of this rank in the same step before.
+        same_step: faults of this rank in the same step before; of :attr:`Sign.ALL_WAIT`: of the whole job.
         on_node: faults of ranks on the same node that are remembered, this one included.
         whole_node: with this rank, all ranks of its node (of more than one) are down.
         smaller: a layout for the nodes that are left is known.
@@ -99,6 +99,11 @@ TABLE = (
         lambda f: f.sign in _RANK and f.same_step > 0,
         Decision.STOP,
         "for the second time in the same step: that is no fault of a machine; see its output above",
+    ),
+    Rule(
+        lambda f: f.sign is Sign.ALL_WAIT and f.same_step > 0,
+        Decision.STOP,
+        "for the second time in the same step: new connections do not help; all stacks are saved (see the events)",
     ),
     Rule(
         lambda f: f.sign is Sign.RANK_UNKILLABLE and f.replaceable,

@@ -284,7 +284,13 @@ class Coordinator(Layouts):
     def _all_wait(self, event: AllWait, now: float) -> list[Action]:
         if not self._is_current(event.epoch) or self.phase is not Phase.RUNNING:
             return []
-        return self._again(f"no rank makes progress ({event.why}), connections are renewed")
+        place = f"all@{event.generation}"
+        rule = classify(Fault(Sign.ALL_WAIT, same_step=self.faults.get(place, 0)))
+        self.faults[place] = self.faults.get(place, 0) + 1
+        what = f"no rank makes progress after generation {event.generation} ({event.why})"
+        if rule.decision is Decision.STOP:
+            return self._stop(exits.FAILED, f"{what}, {rule.reason}")
+        return self._again(f"{what}, connections are renewed")
 
     def _rank_ready(self, event: RankReady, now: float) -> list[Action]:
         if self._is_current(event.epoch):

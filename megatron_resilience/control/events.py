@@ -91,10 +91,11 @@ class RankBroken:
 
 @dataclass(frozen=True)
 class AllWait:
-    """No rank makes progress, and none is to blame for it."""
+    """No rank makes progress, and none is to blame for it; the step that they are in began at ``generation``."""
 
     epoch: int
     why: str
+    generation: int
 
 
 @dataclass(frozen=True)

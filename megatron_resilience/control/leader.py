@@ -208,7 +208,7 @@ class Leader:
                 self._send(epoch.node_of(rank), message)
         elif verdict.finding in (Finding.ALL_WAIT, Finding.UNCLEAR):
             self._broadcast({"kind": "save_stacks", "why": verdict.finding.value})
-            self.event(e.AllWait(epoch.number, verdict.finding.value))
+            self.event(e.AllWait(epoch.number, verdict.finding.value, self._surveys.generation))
         elif verdict.finding is Finding.SLOW:
             say(f"a step takes longer than --deadpool-hang-timeout: {verdict.finding.value}")
 

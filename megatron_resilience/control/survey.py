@@ -41,6 +41,11 @@ class Surveys:
             return None
         return judge(list(self._standings.values()))
 
+    @property
+    def generation(self) -> int:
+        """The least that any rank stood at."""
+        return min(s.generation for s in self._standings.values())
+
     def generation_of(self, rank: int) -> int:
         """The generation a rank stood at."""
         return self._standings[rank].generation

@@ -55,3 +55,4 @@ def test_repeated_and_node_wide_faults_replace_the_node_while_that_is_possible()
 def test_the_same_fault_twice_stops():
     assert decision(Sign.RANK_ENDED, same_step=1, spares=1) is Decision.STOP
     assert decision(Sign.RANK_HUNG, same_step=1, spares=1) is Decision.STOP
+    assert decision(Sign.ALL_WAIT, same_step=1, spares=1) is Decision.STOP

@@ -230,9 +230,20 @@ def test_an_unkillable_rank_takes_its_node_along():
 
 def test_when_all_wait_the_connections_are_renewed():
     machine = running()
-    epoch = only(act(machine, e.AllWait(1, "why")), e.Publish).epoch
+    epoch = only(act(machine, e.AllWait(1, "why", 7)), e.Publish).epoch
     assert (epoch.slots, epoch.newcomers) == (("a", "b"), ())
-    assert not act(machine, e.AllWait(1, "why")), "it is over"
+    assert not act(machine, e.AllWait(1, "why", 7)), "it is over"
+
+
+def test_when_all_wait_again_in_the_same_step_the_job_stops():
+    """Though it completes steps in between, because it begins at an older generation: the same step would end so again."""
+    machine = running()
+    for epoch, generation in ((1, 7), (2, 9)):
+        only(act(machine, e.AllWait(epoch, "why", generation)), e.Publish)
+        act(machine, *joined(epoch + 1, 6))
+        machine.first_step()
+    machine = Coordinator.from_json(SETTINGS, machine.to_json())
+    assert "for the second time in the same step" in only(act(machine, e.AllWait(3, "why", 7)), e.Stop).message
 
 
 def test_the_last_message_tells_the_story():
