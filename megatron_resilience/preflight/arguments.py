@@ -94,6 +94,7 @@ def job_from(options: LaunchOptions, hardware: Hardware, step_seconds: float | N
         if args.hotswap_schedule
         else (),
         exclusive_memory=args.hotswap_exclusive_memory,
+        keep_worlds=args.hotswap_keep_worlds,
     )
 
 

@@ -11,6 +11,10 @@ from megatron_resilience.preflight.job import GIB, Job
 from megatron_resilience.preflight.rules import Finding
 from megatron_resilience.vps.layout import Layout
 
+KEPT = GIB // 2
+"""Bytes that a process of a kept world takes: of host memory (measured with the tests' models), and for its context on a
+device (some hundred MiB, by NVIDIA's documents; not measured)."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -20,8 +24,8 @@ class Change:
         before, after: the layouts.
         nodes: that the larger of them trains on.
         device_bytes: both layouts' parameters, gradients and optimizer on a device; with ``--hotswap-exclusive-memory`` the
-            larger ones alone.
-        host_bytes: shared memory of a node for the generations and copies of both.
+            larger ones alone. Contexts of processes of worlds that were kept before come on top.
+        host_bytes: of a node, for the generations and copies of both, and for processes of kept worlds.
     """
 
     before: Layout
@@ -39,7 +43,11 @@ def changes(job: Job) -> list[Change]:
         ConfigurationError: a layout has too few failure domains for the copies.
     """
     found = []
+    waiting: list[Layout] = []
     for before, after in itertools.pairwise([job.layout, *job.changes]):
+        others = [layout for layout in waiting if layout != after]
+        waiting = [*others, before][-job.keep_worlds :] if job.keep_worlds else []
+        kept = KEPT * len(others)
         jobs = [_under(job, layout) for layout in (before, after)]
         taken = [estimate(part) for part in jobs]
         device = [part.device_bytes for part in taken]
@@ -48,8 +56,8 @@ def changes(job: Job) -> list[Change]:
                 before,
                 after,
                 max(part.nodes for part in jobs),
-                max(device) if job.exclusive_memory else sum(device),
-                sum(part.host_bytes for part in taken),
+                (max(device) if job.exclusive_memory else sum(device)) + kept,
+                sum(part.host_bytes for part in taken) + kept * job.ranks_per_node,
             )
         )
     return found
@@ -68,6 +76,7 @@ def change_rules(job: Job, planned: Iterable[Change]) -> list[Finding]:
             )
         if device is not None and change.device_bytes > device * GIB:
             remedy = "more TP, PP or nodes" if job.exclusive_memory else "--hotswap-exclusive-memory lets one wait"
+            remedy += f", or a smaller --hotswap-keep-worlds ({job.keep_worlds} now)" if job.keep_worlds else ""
             found.append(
                 f"{which} takes {change.device_bytes / GIB:.1f} GiB of device memory for parameters, gradients and "
                 f"optimizer, of {device:g}: {remedy}"
@@ -75,7 +84,8 @@ def change_rules(job: Job, planned: Iterable[Change]) -> list[Finding]:
         if host is not None and change.host_bytes > host * GIB:
             found.append(
                 f"{which} takes {change.host_bytes / GIB:.1f} GiB of host memory per node for the copies of both layouts, of "
-                f"{host:g}: fewer --deadpool-replicas ({job.deadpool.replicas} now), or more nodes"
+                f"{host:g}: fewer --deadpool-replicas ({job.deadpool.replicas} now) or --hotswap-keep-worlds "
+                f"({job.keep_worlds} now), or more nodes"
             )
     return [Finding(True, text) for text in found]
 

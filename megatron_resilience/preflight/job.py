@@ -59,6 +59,7 @@ class Job:
         domains: failure domain of each node; empty: each its own.
         changes: layouts that it is to change to, in order.
         exclusive_memory: with ``--hotswap-exclusive-memory``.
+        keep_worlds: of ``--hotswap-keep-worlds``.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Job:
     domains: tuple[str, ...] = ()
     changes: tuple[Layout, ...] = ()
     exclusive_memory: bool = False
+    keep_worlds: int = 0
 
     @property
     def world_size(self) -> int:
@@ -87,7 +89,7 @@ class Job:
 
 _TOP = {"model", "layout", "nodes", "spares", "ranks_per_node", "hardware", "deadpool", "heartbeat_timeout"}
 _TOP |= {"distributed_timeout_minutes", "step_seconds", "parameter_bytes", "gradient_bytes", "distributed_optimizer"}
-_TOP |= {"changes", "exclusive_memory"}
+_TOP |= {"changes", "exclusive_memory", "keep_worlds"}
 _NEEDED = ("model", "layout", "nodes", "ranks_per_node")
 
 
@@ -134,6 +136,7 @@ def load_job(name_or_file: str) -> Job:
             step_seconds=None if data.get("step_seconds") is None else float(data["step_seconds"]),
             changes=tuple(parse_entry(entry, bare(layout), f"{path}: changes") for entry in data.get("changes", ())),
             exclusive_memory=bool(data.get("exclusive_memory", False)),
+            keep_worlds=int(data.get("keep_worlds", 0)),
         )
     except ValueError as error:
         raise ConfigurationError(f"{path}: {error}") from error

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_resilience.preflight.changes import change_rules, changes
+from megatron_resilience.preflight.changes import KEPT, change_rules, changes
 from megatron_resilience.preflight.estimate import estimate
 from megatron_resilience.preflight.job import GIB, Hardware, load_job
 from megatron_resilience.vps.layout import parse_layout
@@ -22,6 +22,20 @@ def test_both_layouts_are_there_while_one_becomes_the_other():
     assert there.host_bytes == old.host_bytes + new.host_bytes
     alone, _ = changes(replace(BOTH, exclusive_memory=True))
     assert alone.device_bytes == max(old.device_bytes, new.device_bytes)
+
+
+def test_processes_that_are_kept_stay_beside_both_layouts():
+    third = parse_layout("TP8 DP4", replace(JOB.layout, tp=1, pp=1, dp=1))
+    tour = replace(JOB, changes=(OTHER, third, JOB.layout, OTHER, third))
+    without = changes(tour)
+    for kept, worlds in ((1, [0, 1, 1, 1, 1]), (5, [0, 1, 1, 1, 1])):
+        found = changes(replace(tour, keep_worlds=kept))
+        more = [c.device_bytes - w.device_bytes for c, w in zip(found, without, strict=True)]
+        assert more == [KEPT * count for count in worlds], kept
+        more = [c.host_bytes - w.host_bytes for c, w in zip(found, without, strict=True)]
+        assert more == [KEPT * JOB.ranks_per_node * count for count in worlds]
+    tight = replace(tour, keep_worlds=1, hardware=Hardware(device_memory_gib=1))
+    assert all("a smaller --hotswap-keep-worlds (1 now)" in f.text for f in change_rules(tight, changes(tight)))
 
 
 @pytest.mark.parametrize(
@@ -48,8 +62,8 @@ def test_settings_and_schedules_name_them(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(
         "model: llama2-7b\nlayout: TP2·PP1·DP8\nnodes: 2\nranks_per_node: 8\nchanges: [TP4 DP4, {tp: 8, dp: 2}]\n"
-        "exclusive_memory: true\n"
+        "exclusive_memory: true\nkeep_worlds: 2\n"
     )
     job = load_job(str(path))
-    assert [layout.tp for layout in job.changes] == [4, 8] and job.exclusive_memory
+    assert [layout.tp for layout in job.changes] == [4, 8] and job.exclusive_memory and job.keep_worlds == 2
     assert len(changes(job)) == 2
