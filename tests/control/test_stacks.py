@@ -63,3 +63,34 @@ def test_what_the_main_thread_does_is_seen_from_another():
     while thread.is_alive():
         pass
     assert seen == [False]
+
+
+def test_looking_keeps_nothing_of_what_it_sees_alive():
+    """Locals end with their function, on its thread, however often somebody looks."""
+    done, ended_on = threading.Event(), set()
+
+    def look() -> None:
+        while not done.is_set():
+            main_thread_waits()
+
+    class Local:
+        def __del__(self) -> None:
+            ended_on.add(threading.get_ident())
+
+    def work() -> None:
+        _local = Local()
+        for _ in range(50):
+            pass
+
+    thread = threading.Thread(target=look)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        for _ in range(20_000):
+            work()
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        thread.join()
+    assert ended_on == {threading.get_ident()}
