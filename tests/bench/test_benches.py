@@ -80,8 +80,9 @@ def test_reshard(tmp_path):
         assert 0 < values["save_s"]["median"] < values["restart_s"]["median"]
         assert values["load_s"]["median"] > 0
         (trial,) = values["trials"]
-        # Two masters' worth of moments at least, and not everything: each node has some of it.
-        assert 0 < trial["least_bytes"] <= trial["received_bytes"] < 2 * trial["state_bytes"]
+        # Not everything: each node has some of it. The job may choose a better order of its nodes than the one there was.
+        least = trial["least_bytes_in_best_order"]
+        assert 0 < least <= trial["received_bytes"] <= trial["least_bytes"] < 2 * trial["state_bytes"]
         assert values["memory"]["old model"]["median"] > 0 and values["memory"]["new optimizer"]["median"] > 0
         # Where memory is short the old world has none left when the new one takes its own.
         alone = {part: value["max"] for part, value in values["memory_exclusive"].items()}
