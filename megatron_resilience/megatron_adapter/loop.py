@@ -164,6 +164,7 @@ class Guard:
         assert self._session is not None and self._state is not None
         iteration = kwargs["iteration"]
         self._state.iteration = iteration
+        self._state.position = (iteration, get_args().consumed_train_samples)
         self._once.generation_ends(iteration)
         if self._asker is not None:
             self._asker.enter(iteration)

@@ -94,7 +94,8 @@ class LayoutState:
         if self._batches:
             args = self._args
             unit = args.micro_batch_size * layout.dp
-            check_batches(self._batches, unit, args.iteration, args.consumed_train_samples, at)
+            # Not args.iteration, which stands still while train() runs.
+            check_batches(self._batches, unit, *self.state.position, at)
 
     def clear(self) -> None:
         """Zeroes what another world's state will overwrite: masters and moments.

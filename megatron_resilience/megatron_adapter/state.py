@@ -56,6 +56,9 @@ class MegatronState:
         scheduler: ``OptimizerParamScheduler``.
         args: Megatron's.
 
+    Attributes:
+        position: completed iterations and the samples consumed by them, as they were on entry to the newest step.
+
     Raises:
         UnsupportedError: an optimizer whose state nobody has described here.
     """
@@ -76,6 +79,7 @@ class MegatronState:
         self.replicated = self._replicated()
         self.inventory = Inventory(tuple(e.spec for e in self._entries))
         self.iteration: int = args.iteration
+        self.position = (args.iteration, args.consumed_train_samples)
         self.floating_point_operations: float = args.num_floating_point_operations_so_far
         self.loop: dict[str, Any] = {}
         self.out: list[int] = []
@@ -139,6 +143,7 @@ class MegatronState:
         args.num_floating_point_operations_so_far = record["floating_point_operations"]
         for name, value in record["args"].items():
             setattr(args, name, value)
+        self.position = (self.iteration, args.consumed_train_samples)
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         if get_num_microbatches() != record["microbatches"]:
             raise StateError(

@@ -182,3 +182,15 @@ def test_people_change_the_layout_of_a_running_job(template: Template, tmp_path:
     for switch in people.of_kind("switch_done"):
         ended, began = (logical_state(sums, moment, switch["generation"]) for moment in ("end", "begin"))
         assert ended and ended == began
+
+
+@full
+def test_a_batch_is_judged_from_where_the_job_stands(template: Template, tmp_path: Path) -> None:
+    """Batches of 4 up to iteration 200, then of 8; the layout takes 8 at once."""
+    people = People(tmp_path / "job")
+    base = longer("batch_rampup", ENDLESS, "--step-batch-size-schedule", "0:4 25600:8")
+    with job(template, tmp_path, base, HOTSWAP, spares=0, launch=("--job-dir", str(people.folder))) as running:
+        running.wait_for_step(20)
+        ask = ("reshard", "--dp", "4", "--tp", "1", "--dry-run", "--at-iteration")
+        assert "batches of 4 samples" in people.run(*ask, "190").error
+        assert people.run(*ask, "201").status == 0
