@@ -85,17 +85,17 @@ def main_thread_waits() -> bool:
     Reads the stacks as text. A reference to a frame that runs (``sys._current_frames``) would keep its locals alive beyond its
     end, and let them end on the thread that asks: on a loaded machine gradients of a bf16 VPP model came out wrong that way.
     """
-    stacks = _innermost()
+    stacks = _stacks()
     main = threading.main_thread().ident
     if main is None or not stacks.get(main):
         return False
-    if "run_backward(" not in _source(*stacks[main][0]):
+    if "run_backward(" not in linecache.getline(*stacks[main][0]):
         return _waits(stacks[main])
     # Hooks of a backward pass on a device run on that device's thread.
     return any(_waits(stack) for ident, stack in stacks.items() if ident not in (main, threading.get_ident()))
 
 
-def _innermost() -> dict[int, list[tuple[str, int]]]:
+def _stacks() -> dict[int, list[tuple[str, int]]]:
     """``(file, line)`` of the frames of every thread, most recent call first, by the thread's ident."""
     fd = os.memfd_create("frames", os.MFD_CLOEXEC)
     try:
@@ -116,8 +116,4 @@ def _innermost() -> dict[int, list[tuple[str, int]]]:
 def _waits(stack: list[tuple[str, int]]) -> bool:
     # A condition or an event says nothing by itself: it is its user's.
     users = [place for place in stack if place[0] != threading.__file__]
-    return bool(users) and is_waiting(users[0][0], _source(*users[0]))
-
-
-def _source(filename: str, line: int) -> str:
-    return linecache.getline(filename, line)
+    return bool(users) and is_waiting(users[0][0], linecache.getline(*users[0]))
