@@ -13,7 +13,6 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from megatron_resilience import exits
-from megatron_resilience.control import events as e
 from megatron_resilience.control.addresses import address_towards
 from megatron_resilience.control.health import Reading, judge
 from megatron_resilience.control.jobdir import JobDir
@@ -301,8 +300,7 @@ class Agent:
         beat = 0.0
         while True:
             await asyncio.sleep(0.1)
-            if self._star.leader is not None:
-                self._star.leader.event(e.Tick())
+            self._star.tick()
             if self._epoch is not None:
                 self._overseer.tick(self._epoch.number)
             if time.monotonic() - beat > _HEARTBEAT_S:

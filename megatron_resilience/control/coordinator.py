@@ -295,19 +295,19 @@ class Coordinator(Layouts):
     def _rank_ready(self, event: RankReady, now: float) -> list[Action]:
         if self._is_current(event.epoch):
             self._ready.add(event.rank)
-        return self._maybe_plan()
+        return self._maybe_plan(now)
 
     def _node_holdings(self, event: NodeHoldings, now: float) -> list[Action]:
         if self._is_current(event.epoch):
             self._held[event.node] = event.holdings
-        return self._maybe_plan()
+        return self._maybe_plan(now)
 
-    def _maybe_plan(self) -> list[Action]:
+    def _maybe_plan(self, now: float) -> list[Action]:
         epoch = self.epoch
         if epoch is None or epoch.fresh or self._planned:
             return []
         if epoch.lost:
-            return self._maybe_shrink(epoch)
+            return self._maybe_shrink(epoch, now)
         if len(self._ready) < epoch.world_size or set(self._held) < set(epoch.slots):
             return []
         nodes = [epoch.node_of(rank) for rank in range(epoch.world_size)]

@@ -35,6 +35,7 @@ class Desk:
         leader: the leader, if it is here.
         elsewhere: where it is otherwise, if that is known.
         send: sends a message to the agent of a node (this one's own included).
+        decides: whether the leader here has taken over; before, it can only be looked at.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class Desk:
         leader: Callable[[], Leader | None],
         elsewhere: Callable[[], tuple[str, int] | None],
         send: Callable[[str, dict[str, Any]], None],
+        decides: Callable[[], bool] = lambda: True,
     ) -> None:
         self._leader = leader
         self._elsewhere = elsewhere
         self._send = send
+        self._decides = decides
         self._number = 0
         self._answers: dict[int, e.Answer] = {}
         self._checks: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -84,6 +87,8 @@ class Desk:
         if command == "status":
             seen = await self._look(leader)
             return {"kind": "answer", "done": True, "status": status(leader.machine, leader.node, seen)}
+        if not self._decides():
+            return {"kind": "answer", "done": False, "text": "the node that led is gone: ask again in a few seconds"}
         if command == "reshard":
             return await self._reshard(leader, question)
         if command in ("swap", "drain"):

@@ -166,7 +166,7 @@ class Layouts(Epochs):
         """Stops the survivors, to go on with them in a smaller layout."""
         return self._again(cause, lost=tuple(sorted(lost)))
 
-    def _maybe_shrink(self, epoch: Epoch) -> list[Action]:
+    def _maybe_shrink(self, epoch: Epoch, now: float) -> list[Action]:
         """When the survivors have stopped: the smaller world is started, from what they and the copies they keep hold."""
         if set(self._held) < {node for node in epoch.slots if node not in epoch.lost}:
             return []
@@ -183,7 +183,7 @@ class Layouts(Epochs):
             return self._stop(exits.FAILED, f"{epoch.cause}: {error}")
         self._planned = True
         target = replace(target, lost=(), sources=tuple(source.holder for source in plan.sources))
-        self.switch = Switch.of_survivors(target, plan)
+        self.switch = Switch.of_survivors(target, plan, now)
         self.grow_to = self.grow_to or self.fallbacks.get(len(epoch.slots))
         return self._prepare()
 

@@ -138,14 +138,13 @@ class Leader:
         """
         epoch = self.machine.epoch
         if target is not None and epoch is not None and target.world == epoch.world:
-            # The predecessor made it, and died before everybody was told.
+            # The predecessor made it, and died before everybody was told; perhaps the new world has asked for the next one since.
             self._broadcast({"kind": "switched", "epoch": epoch.to_json()})
-            return
-        self.machine.wish = None
-        if target is not None:
+        elif target is not None:
             why = "the node that led it is gone"
             self._events.write("switch_abandoned", layout=target.layout, why=why)
             say(f"the change to {target.layout} is given up: {why}")
+        self.machine.wish = None
         self._broadcast({"kind": "abandon"})
 
     def _stepped(self, rank: int, message: dict[str, Any]) -> None:

@@ -107,26 +107,26 @@ class Record:
     # -- succession --------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """What a successor must know; the rest every agent tells it again."""
+        """What a successor must know, as it is now; the rest every agent tells it again."""
         return {
             "phase": self.phase.value,
-            "roster": self.roster,
+            "roster": dict(self.roster),
             "gone": {n: e.value for n, e in self.gone.items()},
-            "domains": self.domains,
+            "domains": dict(self.domains),
             "epoch": self.epoch.to_json() if self.epoch else None,
             "restarts": self.restarts,
             "stepped": self.stepped,
-            "faults": self.faults,
-            "node_faults": self.node_faults,
-            "suspects": self.suspects,
-            "drained": self.drained,
-            "ailing": self.ailing,
+            "faults": dict(self.faults),
+            "node_faults": {n: list(g) for n, g in self.node_faults.items()},
+            "suspects": list(self.suspects),
+            "drained": list(self.drained),
+            "ailing": dict(self.ailing),
             "replicas": self.replicas,
             "saves": self.saves,
             "exclusive": self.exclusive,
             "leaving": self.leaving,
             "recovery": self.recovery,
-            "history": self.history,
+            "history": list(self.history),
             "fruitless": self.fruitless,
             "store_node": self.store_node,
             "numbers": self.numbers,

@@ -1,7 +1,8 @@
 """The agents form a star around the one that leads: an agent's connections, and who leads next.
 
 When the one that leads goes, the next in order of joining leads: every agent carries the last state it was told, and says
-again what its ranks have said in the current epoch.
+again what its ranks have said in the current epoch. A successor first lets the others find it, and takes over the newest
+state that any of them was told; only then is anything decided.
 """
 
 from __future__ import annotations
@@ -70,6 +71,36 @@ class Host(Protocol):
         """Runs it beside; its error ends this agent."""
 
 
+class _Succession:
+    """What comes in while a successor waits for the others to find it.
+
+    Args:
+        settings: of the job.
+        version: of the state that the successor was told.
+        passed: nodes known to be gone, and how that is known.
+        said: what the successor's own ranks have said, by node.
+
+    Attributes:
+        found: first words of those that have come, by node.
+        version: of the newest state that anybody was told.
+    """
+
+    def __init__(
+        self, settings: Settings, version: int, passed: dict[str, Evidence], said: list[tuple[str, dict[str, Any]]]
+    ) -> None:
+        self._settings = settings
+        self.version, self.passed, self.said = version, passed, said
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def find(self, hello: dict[str, Any], leader: Leader) -> None:
+        """Another one has come; perhaps the predecessor told it more than us before it died."""
+        self.found[hello["node"]] = hello
+        told = hello["state"]
+        if told["state"] and told["version"] > self.version:
+            leader.machine = Coordinator.from_json(self._settings, told["state"])
+            self.version = told["version"]
+
+
 class Star:
     """See the module.
 
@@ -112,12 +143,18 @@ class Star:
         self._addresses: dict[str, tuple[str, int]] = {}
         self._state: dict[str, Any] = {"version": 0, "state": None, "addresses": {}}
         self._passed: dict[str, Evidence] = {}
-        self._desk = Desk(lambda: self.leader, lambda: self._leader_at, self._send_to_agent)
+        self._succession: _Succession | None = None
+        self._desk = Desk(lambda: self.leader, lambda: self._leader_at, self._send_to_agent, lambda: self._decides)
 
     @property
     def alone(self) -> bool:
         """Whether this agent neither leads nor knows one that does."""
         return self.leader is None and self._to_leader is None
+
+    @property
+    def _decides(self) -> bool:
+        """Whether this agent leads, and has taken over whatever there was to take over."""
+        return self.leader is not None and self._succession is None
 
     async def listen(self) -> None:
         """Lets others connect."""
@@ -154,6 +191,11 @@ class Star:
             self._from_agent(self._me.node, message)
         elif self._to_leader is not None:
             self._to_leader.send(message)
+
+    def tick(self) -> None:
+        """Time passes."""
+        if self._decides:
+            self._leader_event(e.Tick())
 
     def beat(self) -> None:
         """A sign of life to everybody this agent is connected with."""
@@ -195,25 +237,37 @@ class Star:
         node = hello["node"]
         self._followers[node] = peer
         self._addresses[node] = (hello["address"][0], hello["address"][1])
-        if hello["state"]["version"] > self.leader.version and hello["state"]["state"]:
-            # The predecessor told this follower more than us before it died.
-            self.leader.machine = Coordinator.from_json(self._settings, hello["state"]["state"])
-            self.leader.version = hello["state"]["version"]
-        if node not in self.leader.machine.alive:
-            self._leader_event(e.NodeJoined(node, hello["order"], hello["domain"]))
         self._share_addresses()
-        self.leader.publish_again()
-        if self.leader.machine.epoch is not None:
-            peer.send({"kind": "epoch", "epoch": self.leader.machine.epoch.to_json()})
-            if self.leader.machine.phase is Phase.RUNNING:
-                peer.send({"kind": "running"})
+        if self._succession is None:
+            self._welcome(hello)
+        else:
+            self._succession.find(hello, self.leader)
         evidence = await self._read_peer(peer, lambda m: self._from_agent(node, m))
         if self._followers.get(node) is peer:
             del self._followers[node]
             if not self.finishing:
                 self._share_addresses()
-                self.leader.lost(node, evidence)
+                if self._succession is None:
+                    self.leader.lost(node, evidence)
+                else:
+                    self._succession.passed[node] = evidence
         return None
+
+    def _welcome(self, hello: dict[str, Any]) -> None:
+        """A follower becomes a member, if it is not yet one, and is told how things stand."""
+        assert self.leader is not None
+        node = hello["node"]
+        if node not in self.leader.machine.alive:
+            self._leader_event(e.NodeJoined(node, hello["order"], hello["domain"]))
+        self.leader.publish_again()
+        self._tell_epoch(node)
+
+    def _tell_epoch(self, node: str) -> None:
+        assert self.leader is not None
+        if self.leader.machine.epoch is not None:
+            self._send_to_agent(node, {"kind": "epoch", "epoch": self.leader.machine.epoch.to_json()})
+            if self.leader.machine.phase is Phase.RUNNING:
+                self._send_to_agent(node, {"kind": "running"})
 
     async def _read_peer(self, peer: Peer, handle: Any) -> Evidence:
         """Reads until the other side is gone; says how that is known."""
@@ -299,10 +353,10 @@ class Star:
                 self._passed[led] = evidence
         candidate = next_leader(roster, set(state["gone"]) | set(self._passed))
         if candidate is None or candidate == self._me.node:
+            own = [(self._me.node, message) for message in self._host.said()]
+            self._succession = _Succession(self._settings, self._state["version"], dict(self._passed), own)
             self._lead(Coordinator.from_json(self._settings, state))
-            assert self.leader is not None
-            self.leader.version = self._state["version"]
-            self._host.spawn(self._take_over(dict(self._passed)))
+            self._host.spawn(self._take_over(self._succession))
             return None
         endpoint = self._state["addresses"][candidate]
         try:
@@ -313,24 +367,31 @@ class Star:
             await self._succeed(Evidence.SILENT, heard=False)
         return None
 
-    async def _take_over(self, passed: dict[str, Evidence]) -> None:
-        """As successor: waits for the others to find us, then reports those that did not."""
-        assert self.leader is not None
+    async def _take_over(self, succession: _Succession) -> None:
+        """As successor: waits for the others to find us, hears them, and reports those that did not come."""
+        leader = self.leader
+        assert leader is not None
         say(f"node {self._me.node} leads now")
         self._share_addresses()
         self._events.write("leader", node=self._me.node)
         waiting_until = time.monotonic() + self._options.heartbeat_timeout_s
         while time.monotonic() < waiting_until:
-            expected = set(self.leader.machine.alive) - set(passed) - {self._me.node}
+            expected = set(leader.machine.alive) - set(succession.passed) - {self._me.node}
             if expected <= set(self._followers):
                 break
             await asyncio.sleep(_RETRY_S / 5)
-        for message in self._host.said():
-            self.leader.message(self._me.node, message)
-        self.leader.end_unfinished_switch(self._host.unfinished_switch())
-        for node in list(self.leader.machine.alive):
+        self._succession = None
+        leader.version = succession.version
+        self._tell_epoch(self._me.node)
+        for node, hello in succession.found.items():
+            if node in self._followers:
+                self._welcome(hello)
+        leader.end_unfinished_switch(self._host.unfinished_switch())
+        for node, message in succession.said:
+            self._from_agent(node, message)
+        for node in list(leader.machine.alive):
             if node != self._me.node and node not in self._followers:
-                self.leader.lost(node, passed.get(node, Evidence.SILENT))
+                leader.lost(node, succession.passed.get(node, Evidence.SILENT))
 
     # -- leading -----------------------------------------------------------------------------------
 
@@ -362,19 +423,19 @@ class Star:
 
     def _from_agent(self, node: str, message: dict[str, Any]) -> None:
         assert self.leader is not None
-        if message["kind"] == "end":
-            self.leader.event(e.RankFatal(-1, message["message"]))
-            return
-        if message["kind"] == "end_asked":
-            self.leader.event(e.EndAsked(message["why"]))
-            return
-        if message["kind"] == "seen":
+        kind = message["kind"]
+        if kind == "seen":
             self._desk.seen(node, message)
-            return
-        if message["kind"] == "layout_checked":
+        elif kind == "layout_checked":
             self._desk.checked(message)
-            return
-        self.leader.message(node, message)
+        elif self._succession is not None:
+            self._succession.said.append((node, message))
+        elif kind == "end":
+            self.leader.event(e.RankFatal(-1, message["message"]))
+        elif kind == "end_asked":
+            self.leader.event(e.EndAsked(message["why"]))
+        else:
+            self.leader.message(node, message)
 
     # -- following ---------------------------------------------------------------------------------
 

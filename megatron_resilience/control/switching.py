@@ -24,7 +24,7 @@ from megatron_resilience.hotswap.endpoints import peers
 from megatron_resilience.topology.epoch import Epoch
 
 PREPARE_LIMIT_S = 900.0
-"""Parked ranks wait no longer for the new world."""
+"""Nobody waits longer for the new world, whether parked or training."""
 MOVE_LIMIT_S = 300.0
 """From the plan to the last rank's word that it is through."""
 
@@ -145,9 +145,9 @@ class Switch:
     _sources: tuple[Source, ...] = ()
 
     @classmethod
-    def of_survivors(cls, target: Epoch, plan: RestorePlan) -> Switch:
+    def of_survivors(cls, target: Epoch, plan: RestorePlan, now: float) -> Switch:
         """The change to a smaller layout after a loss: the old world stands already."""
-        switch = cls(target, plan.generation, 0.0, stop_at=plan.generation)
+        switch = cls(target, plan.generation, now, stop_at=plan.generation)
         switch._sources = plan.sources
         return switch
 
@@ -210,6 +210,7 @@ class Switch:
         """Why the switch has taken too long, or an empty text."""
         if self.moving:
             return f"moving took more than {MOVE_LIMIT_S:.0f} s" if now - self.since > MOVE_LIMIT_S else ""
-        if self._all_parked and now - self.since > PREPARE_LIMIT_S:
+        preparing = not self._all_prepared and (self._all_parked or not self.exclusive)
+        if preparing and now - self.since > PREPARE_LIMIT_S:
             return f"the new world was not ready after {PREPARE_LIMIT_S:.0f} s"
         return ""

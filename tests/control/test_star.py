@@ -2,13 +2,18 @@
 
 import asyncio
 import contextlib
+from dataclasses import asdict, replace
 
 import pytest
 import torch  # noqa: F401  (takes longer than a heartbeat: as in an agent, it is there before the loop runs)
 
+from megatron_resilience.control import events as e
 from megatron_resilience.control.addresses import bind
 from megatron_resilience.control.options import LaunchOptions
+from megatron_resilience.control.peers import connect
+from megatron_resilience.control.record import Phase
 from megatron_resilience.control.star import Member, Star
+from megatron_resilience.control.switching import Wish
 from megatron_resilience.errors import ControlError
 from megatron_resilience.observe.events import EventLog, read_events
 
@@ -22,7 +27,7 @@ class Node:
     def __init__(
         self, number: int, nodes: int, endpoint, listener, log, secret=b"s", heartbeat_timeout_s=5.0, spares=0
     ):
-        self.heard, self.ended, self.words = [], None, []
+        self.heard, self.ended, self.words, self.prepares = [], None, [], None
         self.tasks: set[asyncio.Task] = set()
         options = LaunchOptions(
             nnodes=nodes,
@@ -53,7 +58,7 @@ class Node:
         return list(self.words)
 
     def unfinished_switch(self):
-        return None
+        return self.prepares
 
     def finish(self, status, message):
         self.ended = (status, message)
@@ -136,6 +141,109 @@ def test_the_next_in_order_leads_and_hears_again_what_ranks_said(tmp_path):
     events = read_events(log)
     assert [event["by"] for event in events if event["kind"] == "leader"] == ["n1"]
     assert [(event["by"], event["node"]) for event in events if event["kind"] == "noted"] == [("n1", "n2")]
+
+
+@contextlib.asynccontextmanager
+async def succession(log, last_word):
+    """Four agents, of which the first dies; the second succeeds it, the third is late, the fourth is there.
+
+    Args:
+        last_word: called with the four; what the first then tells the others, it tells the third alone.
+
+    Yields the four and an event that lets the third come.
+    """
+    async with star_of(4, log, spares=2) as agents:
+        first, second, third, fourth = (agent.star for agent in agents)
+        await until(lambda: all(len(a.star._state["addresses"]) == 4 for a in agents))
+        come, succeed = asyncio.Event(), third._succeed
+
+        async def late(*gone):
+            await come.wait()
+            await succeed(*gone)
+
+        third._succeed = late
+        untold = {node: first._followers.pop(node) for node in ("n1", "n3")}
+        last_word(agents)
+        first._followers.update(untold)
+        await until(lambda: third._state["version"] == first.leader.version)
+        await agents[0].die()
+        await until(lambda: second.leader is not None and "n3" in second._followers)
+        yield agents, come
+
+
+def test_a_successor_takes_over_the_newest_that_any_of_them_was_told(tmp_path):
+    async def run():
+        ails = e.NodeAiling("n2", "it is tired")
+        async with succession(tmp_path / "log", lambda agents: agents[0].star.leader.event(ails)) as (agents, come):
+            successor = agents[1].star
+            assert "n2" not in successor.leader.machine.ailing
+            # Time passes before the one that knows more comes.
+            successor.tick()
+            come.set()
+            await until(lambda: "n0" not in successor.leader.machine.alive)
+            assert successor.leader.machine.ailing == {"n2": "it is tired"}
+            await until(lambda: agents[3].star._state["state"]["ailing"] == {"n2": "it is tired"})
+
+    asyncio.run(run())
+
+
+def test_nothing_is_decided_before_a_successor_has_taken_over(tmp_path):
+    def training_without_the_first(agents):
+        """The job trains on the second and the third when the first one dies."""
+        leader = agents[0].star.leader
+
+        def joined():
+            for rank in range(2):
+                said = {"epoch": leader.machine.epoch.number, "generation": 3}
+                leader.event(e.RankJoined(rank, **said, replicas=1, saves=False, exclusive=False))
+
+        joined()
+        leader.event(e.SwapAsked("n0", True, 1))
+        joined()
+
+    async def run():
+        async with succession(tmp_path / "log", training_without_the_first) as (agents, come):
+            successor = agents[1].star
+            peer = await connect(*successor._addresses["n1"], b"s")
+            peer.send({"kind": "ask", "command": "drain", "node": "n1"})
+            answer = await peer.receive()
+            assert not answer["done"] and "ask again" in answer["text"]
+            peer.send({"kind": "ask", "command": "status"})
+            assert (await peer.receive())["done"]
+            peer.close()
+            wish = asdict(Wish("another", 2, at=9))
+            agents[3].star.tell_leader({"kind": "wish", "world": 1, "wish": wish})
+            await until(lambda: successor._succession.said)
+            come.set()
+            await until(lambda: successor.leader.machine.switch is not None)
+            assert successor.leader.machine.switch.target.layout == "another"
+            # The order to give up is for what the dead one had begun; the wish came after it.
+            await until(lambda: [m["kind"] for m in agents[3].heard].count("prepare") == 1)
+            kinds = [message["kind"] for message in agents[3].heard if message["kind"] in ("abandon", "prepare")]
+            assert kinds == ["abandon", "prepare"]
+
+    asyncio.run(run())
+
+
+def test_a_successor_that_completes_a_change_has_the_next_one_asked_for_again(tmp_path):
+    def made(agents):
+        """The first one has made a change, has begun the next, and only the third knows of it."""
+        leader = agents[0].star.leader
+        leader.machine.epoch = replace(leader.machine.epoch, number=2, world=2, slots=("n1", "n2"), layout="another")
+        leader.machine.phase = Phase.RUNNING
+        leader.publish_again()
+        agents[1].prepares = leader.machine.epoch
+
+    async def run():
+        async with succession(tmp_path / "log", made) as (agents, come):
+            come.set()
+            await until(lambda: all("abandon" in [m["kind"] for m in agent.heard] for agent in agents[1:]))
+            for agent in agents[1:]:
+                heard = [m["kind"] for m in agent.heard if m["kind"] in ("switched", "abandon")]
+                assert heard == ["switched", "abandon"]
+                assert agent.epoch["number"] == 2
+
+    asyncio.run(run())
 
 
 def test_a_successor_that_died_with_its_predecessor_is_passed_over(tmp_path):

@@ -140,6 +140,20 @@ def test_a_wait_that_takes_too_long_ends():
     only(act(machine, e.Tick(), now=1e6), e.Abandon)
 
 
+def test_a_world_that_is_never_ready_is_given_up_while_the_old_one_trains():
+    machine = running()
+    act(machine, e.SwitchAsked(replace(WISH, at=0)))
+    assert none_of(machine.handle(e.Tick(), 800.0), e.Abandon)
+    only(machine.handle(e.Tick(), 1000.0), e.Abandon)
+    assert machine.switch is None and machine.phase is Phase.RUNNING
+
+
+def test_a_change_that_is_ready_waits_for_its_iteration_as_long_as_it_takes():
+    machine = running()
+    act(machine, e.SwitchAsked(WISH), *prepared(2))
+    assert none_of(machine.handle(e.Tick(), 1e6), e.Abandon)
+
+
 def test_wishes_that_cannot_be():
     machine = running()
     act(machine, e.SwitchAsked(WISH))
@@ -197,6 +211,14 @@ def test_a_successor_knows_what_was_asked_for():
     heir = Coordinator.from_json(SETTINGS, json.loads(json.dumps(machine.to_json())))
     assert heir.wish == WISH
     only(act(heir, *joined(2, 3)), e.Prepare)
+
+
+@pytest.mark.parametrize("event", [e.NodeAiling("c", "it is hot"), e.SwapAsked("c", True, 1)])
+def test_a_successor_is_told_of_everything_that_changes(event):
+    machine = running()
+    told = machine.to_json()
+    act(machine, event)
+    assert machine.to_json() != told
 
 
 def test_a_successor_knows_which_numbers_were_given():
