@@ -155,6 +155,8 @@ class Agent:
             self.node.tell_all({"kind": "resume"})
         elif kind == "switched":
             self._take_next(Epoch.from_json(message["epoch"]))
+        elif kind == "drained":
+            self.node.leave()
         elif kind == "survey":
             self.spawn(self._overseer.survey(message["survey"]))
         elif kind == "end_rank":

@@ -249,6 +249,8 @@ class Leader:
                 self._events.write(action.kind, **action.fields)
                 if action.kind in ("running", "switched"):
                     self._broadcast({"kind": "running"})
+                elif action.kind == "drained":
+                    self._send(action.fields["node"], {"kind": "drained"})
                 elif action.kind == "switch_refused":
                     say(f"the change to {action.fields['layout']} is refused: {action.fields['why']}")
             elif isinstance(action, e.Stop):

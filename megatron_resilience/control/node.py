@@ -110,6 +110,7 @@ class Node:
         self.next: dict[int, RankProcess] = {}
         self.next_epoch: Epoch | None = None
         self.aside: dict[str, dict[int, RankProcess]] = {}
+        self._leaves = False
         self._memory: dict[tuple[int, int, int], SharedMemory] = {}
         self._shelves: dict[tuple[int, int], SharedMemory] = {}
 
@@ -223,7 +224,11 @@ class Node:
         Args:
             epoch: its last one. Who has not parked in it is somewhere else.
         """
-        staying = {rank: process for rank, process in ranks.items() if process.keeps and process.parked_in == epoch}
+        staying = {
+            rank: process
+            for rank, process in ranks.items()
+            if process.keeps and process.parked_in == epoch and not self._leaves
+        }
         _end({rank: process for rank, process in ranks.items() if rank not in staying})
         for process in staying.values():
             self.tell(process, {"kind": "set_aside"})
@@ -233,6 +238,13 @@ class Node:
             self.aside[layout] = staying
             while len(self.aside) > max(process.keeps for process in staying.values()):
                 _end(self.aside.pop(next(iter(self.aside))))
+
+    def leave(self) -> None:
+        """This node will not be used again: it keeps no world for a return."""
+        self._leaves = True
+        for processes in self.aside.values():
+            _end(processes)
+        self.aside.clear()
 
     def keep_shelf(self, process: RankProcess, owner: int, fd: int, size: int) -> None:
         """Keeps the table of a rank's segment, with which others can read it."""
@@ -305,6 +317,8 @@ class Node:
             del self.next[ended.rank]
         if self.aside.get(ended.layout, {}).get(ended.rank) is ended:
             del self.aside[ended.layout][ended.rank]
+            if not self.aside[ended.layout]:
+                del self.aside[ended.layout]
         ended.channel.close()
         ended.stacks.close()
         return (ended, message["status"]) if known and not ended.killed else None

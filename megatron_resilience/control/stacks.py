@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import linecache
 import os
 import re
@@ -97,12 +98,11 @@ def main_thread_waits() -> bool:
 
 def _stacks() -> dict[int, list[tuple[str, int]]]:
     """``(file, line)`` of the frames of every thread, most recent call first, by the thread's ident."""
-    fd = os.memfd_create("frames", os.MFD_CLOEXEC)
-    try:
-        faulthandler.dump_traceback(file=fd, all_threads=True)
-        text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
-    finally:
-        os.close(fd)
+    fd = _scratch()
+    os.ftruncate(fd, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+    faulthandler.dump_traceback(file=fd, all_threads=True)
+    text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
     stacks: dict[int, list[tuple[str, int]]] = {}
     stack: list[tuple[str, int]] = []
     for line in text.splitlines():
@@ -111,6 +111,12 @@ def _stacks() -> dict[int, list[tuple[str, int]]]:
         elif frame := _FRAME.match(line):
             stack.append((frame.group(1), int(frame.group(2))))
     return stacks
+
+
+@functools.cache
+def _scratch() -> int:
+    """Unnamed memory, made once: where descriptors run out later, a rank can still say whether it waits."""
+    return os.memfd_create("frames", os.MFD_CLOEXEC)
 
 
 def _waits(stack: list[tuple[str, int]]) -> bool:

@@ -11,11 +11,16 @@ import atexit
 import contextlib
 import ctypes
 import importlib
+import multiprocessing.process
+import multiprocessing.util
 import os
 import runpy
+import secrets
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import traceback
 from typing import Any, NoReturn
 
@@ -98,6 +103,7 @@ def _serve(channel: Channel) -> NoReturn:
         channel.send({"kind": "failed", "error": str(error)})
         os._exit(1)
     channel.send({"kind": "loaded"})
+    temporary = os.path.join(tempfile.gettempdir(), f"mr-{secrets.token_hex(4)}-")
     children: dict[int, int] = {}
     poll = select.poll()
     poll.register(channel.sock, select.POLLIN)
@@ -106,6 +112,7 @@ def _serve(channel: Channel) -> NoReturn:
             if fd != channel.sock.fileno():
                 pid = children.pop(fd)
                 _end_group(pid)
+                shutil.rmtree(f"{temporary}{pid}", ignore_errors=True)
                 _, status = os.waitpid(pid, 0)
                 poll.unregister(fd)
                 os.close(fd)
@@ -114,7 +121,7 @@ def _serve(channel: Channel) -> NoReturn:
                 continue
             received = channel.receive()
             if received is None:
-                _end(children)
+                _end(children, temporary)
             message, fds = received
             zygote = os.getpid()
             pid = os.fork()
@@ -123,6 +130,7 @@ def _serve(channel: Channel) -> NoReturn:
                     channel.close()
                     for other in children:
                         os.close(other)
+                keep_temporaries_in(f"{temporary}{os.getpid()}")
                 _become_rank(message, fds, zygote)
             for passed in fds:
                 os.close(passed)
@@ -132,7 +140,23 @@ def _serve(channel: Channel) -> NoReturn:
             channel.send({"kind": "started", "ticket": message["ticket"], "pid": pid})
 
 
-def _end(children: dict[int, int]) -> NoReturn:
+def keep_temporaries_in(folder: str) -> None:
+    """Where this process's and its children's ``multiprocessing`` puts its sockets, made when they need it.
+
+    A rank that is killed cannot remove them (Megatron starts such a process to save checkpoints); who knows the name can.
+    """
+
+    def get_temp_dir() -> str:
+        config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+        if config.get("tempdir") is None:
+            os.makedirs(folder, 0o700, exist_ok=True)
+            config["tempdir"] = folder
+        return str(config["tempdir"])
+
+    multiprocessing.util.get_temp_dir = get_temp_dir
+
+
+def _end(children: dict[int, int], temporary: str) -> NoReturn:
     """The agent has let go: nothing of this node is left when this process exits."""
     for pidfd in children:
         with contextlib.suppress(ProcessLookupError):
@@ -140,6 +164,7 @@ def _end(children: dict[int, int]) -> NoReturn:
     for pid in children.values():
         _end_group(pid)
         os.waitpid(pid, 0)
+        shutil.rmtree(f"{temporary}{pid}", ignore_errors=True)
     os._exit(0)
 
 

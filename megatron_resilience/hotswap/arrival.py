@@ -49,6 +49,9 @@ class Reshapable(Protocol):
             ConfigurationError: names the first that it does not.
         """
 
+    def batch(self) -> int:
+        """Samples of the present global batch; 0 where it is always the same."""
+
     def clear(self) -> None:
         """Zeroes what will be overwritten; rows of the vocabulary that are in the new layout alone stay so."""
 

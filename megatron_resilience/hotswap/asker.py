@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -35,7 +35,7 @@ class Asker:
         link: to the agent.
         live: the live state.
         schedule: of the job.
-        fallbacks: by number of nodes, the layouts to go on in without spares.
+        fallbacks: tells, by number of nodes, the layouts to go on in without spares; None: it ends then.
         per_node: ranks on each node.
 
     Raises:
@@ -47,17 +47,18 @@ class Asker:
         link: AgentLink,
         live: Reshapable,
         schedule: Schedule = (),
-        fallbacks: Mapping[int, Layout] | None = None,
+        fallbacks: Callable[[], Mapping[int, Layout]] | None = None,
         per_node: int = 1,
     ) -> None:
         self._link, self._live, self._schedule = link, live, schedule
-        self._fallbacks = dict(fallbacks or {})
+        self._fallbacks = fallbacks
+        self._told: tuple[int, int] | None = None
         self._per_node = per_node
         self._asked: tuple[int, str] | None = None
         self._tried: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._given_up = 0
-        self._world = self._told_in = 0
+        self._world = 0
         for at, layout in schedule:
             self._check(layout, f"--hotswap-schedule, iteration {at}", at)
 
@@ -77,10 +78,13 @@ class Asker:
 
     def enter(self, generation: int) -> None:
         """On every rank, on entry to the step after ``generation``."""
-        if self._live.state.rank == 0 and self._fallbacks and self._told_in != self._link.training_world:
-            self._told_in = self._link.training_world
-            known = {count: [str(layout), layout.world] for count, layout in self._fallbacks.items()}
-            self._link.send("fallbacks", epoch=self._link.training_epoch, layouts=known)
+        if self._live.state.rank == 0 and self._fallbacks is not None:
+            # Other batches may be divided by other layouts.
+            now = (self._link.training_world, self._live.batch())
+            if now != self._told:
+                self._told = now
+                known = {count: [str(layout), layout.world] for count, layout in self._fallbacks().items()}
+                self._link.send("fallbacks", epoch=self._link.training_epoch, layouts=known)
         self.follow_schedule(generation)
 
     def follow_schedule(self, generation: int) -> None:

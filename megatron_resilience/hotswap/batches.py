@@ -8,6 +8,11 @@ Steps = tuple[tuple[int, int], ...]
 """``(samples, batch)``, ascending: from so many consumed samples on, a global batch has so many samples."""
 
 
+def batch_at(steps: Steps, consumed: int) -> int:
+    """Samples of the global batch that follows ``consumed`` samples."""
+    return max(step for step in steps if step[0] <= consumed)[1]
+
+
 def check_batches(steps: Steps, unit: int, iteration: int, consumed: int, at: int) -> None:
     """Whether a layout can train every batch from a generation on.
 
@@ -22,7 +27,7 @@ def check_batches(steps: Steps, unit: int, iteration: int, consumed: int, at: in
         ConfigurationError: names the first batch that it does not divide.
     """
     for _ in range(iteration, at):
-        consumed += max(step for step in steps if step[0] <= consumed)[1]
+        consumed += batch_at(steps, consumed)
     first = max(step for step in steps if step[0] <= consumed)
     for begin, batch in steps[steps.index(first) :]:
         if batch % unit:

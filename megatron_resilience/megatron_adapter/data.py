@@ -22,11 +22,14 @@ class _Loader:
 class DataCursors:
     """Remembers which dataset each of Megatron's iterators reads.
 
-    Installed before ``pretrain()`` builds them (:meth:`install`); :meth:`rewind` sets all back.
+    Installed before ``pretrain()`` builds them (:meth:`install`); :meth:`rewind` sets back what training and validation read. The
+    test set is read once, after training: its iterator is only made anew after :meth:`close`.
     """
 
     train: list[_Loader] = field(default_factory=list)
     valid: list[_Loader] = field(default_factory=list)
+    test: list[_Loader] = field(default_factory=list)
+    _closed: bool = False
     _building: list[Any] | None = None
     _build_loader: Any = None
 
@@ -51,6 +54,7 @@ class DataCursors:
             if datasets:
                 self.train.append(_Loader(datasets[0], train))
                 self.valid.append(_Loader(datasets[1], valid))
+                self.test.append(_Loader(datasets[2], test))
             return train, valid, test
 
         training.build_pretraining_data_loader = build_loader
@@ -64,7 +68,8 @@ class DataCursors:
             consumed_valid: validation samples consumed.
             dataloader_type: ``single`` or ``cyclic``.
         """
-        for loaders, consumed in ((self.train, consumed_train), (self.valid, consumed_valid)):
+        test, self._closed = self.test if self._closed else [], False
+        for loaders, consumed in ((self.train, consumed_train), (self.valid, consumed_valid), (test, 0)):
             for loader in loaders:
                 if loader.iterator is None or loader.dataset is None:
                     continue
@@ -72,3 +77,10 @@ class DataCursors:
                 over = fresh if dataloader_type == "single" else training.cyclic_iter(fresh)
                 loader.iterator.iterable = iter(over)
                 loader.iterator.advance()
+
+    def close(self) -> None:
+        """Ends the loaders' worker processes: forked from this one, they keep alive what memory it shares with others."""
+        self._closed = True
+        for loader in (*self.train, *self.valid, *self.test):
+            if loader.iterator is not None:
+                loader.iterator.iterable = iter(())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -20,7 +21,7 @@ from megatron_resilience.control.link import AgentLink
 from megatron_resilience.control.node import ADDRESS, NEWCOMER, NODE
 from megatron_resilience.deadpool.config import DeadpoolConfig
 from megatron_resilience.deadpool.session import Place, Relayout, Session
-from megatron_resilience.errors import ConfigurationError
+from megatron_resilience.errors import ConfigurationError, SetAside
 from megatron_resilience.hotswap.asker import Asker
 from megatron_resilience.hotswap.fallback import fallbacks
 from megatron_resilience.hotswap.schedule import bare, parse_entry, read_schedule
@@ -102,6 +103,8 @@ class Guard:
         state = MegatronState(model, optimizer, opt_param_scheduler, args)
         state.loop = {"start": args.iteration, "report_memory": True, "totals": {}}
         state.out = self._once.out
+        if self._newcomer is not None:
+            state.position = None
         device = accelerator.select()
         session = Session(
             self._link,
@@ -156,6 +159,8 @@ class Guard:
                     raise
                 # A cached exception would keep the dead step's tensors alive.
                 error.__traceback__ = None
+                if isinstance(error, SetAside):
+                    self._cursors.close()
             generation = session.join()
             again = True
 
@@ -249,24 +254,34 @@ class Guard:
         writes = any(get() is not None for get in (get_tensorboard_writer, get_wandb_writer, get_one_logger))
         return 0 if restored or writes else args.hotswap_keep_worlds
 
-    def _fallbacks(self, live: LayoutState) -> dict[int, Layout]:
-        """By number of nodes, what to go on in when no spare is left."""
+    def _fallbacks(self, live: LayoutState) -> Callable[[], dict[int, Layout]] | None:
+        """What tells, by number of nodes, what to go on in when no spare is left."""
         if self._config.on_no_spare != "shrink" or live.state.rank != 0:
-            return {}
+            return None
         catalogue = live.catalogue()
+
+        @functools.cache
+        def carries(layout: Layout) -> bool:
+            try:
+                live.space(layout, catalogue)
+            except ImpossibleLayout:
+                return False
+            return True
 
         def possible(layout: Layout) -> bool:
             try:
-                live.space(layout, catalogue)
                 live.check_batches(layout, 0)
-            except (ImpossibleLayout, ConfigurationError):
+            except ConfigurationError:
                 return False
-            return True
+            return carries(layout)
 
         text, where = get_args().hotswap_fallbacks or "", "--hotswap-fallbacks"
         wanted = [parse_entry(part, bare(live.layout), where) for part in text.split(",") if part.strip()]
         nodes, per_node = int(os.environ["GROUP_WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        return fallbacks(live.layout, nodes, per_node, self._config.replicas + 1, possible, wanted)
+        found = functools.partial(fallbacks, live.layout, nodes, per_node, self._config.replicas + 1, possible, wanted)
+        # What the model allows is found out now: later it would be while the job trains.
+        found()
+        return found
 
     def _device_fabric(self, device: accelerator.Accelerator, args: Any) -> Any:
         if device.distributed_backend == "gloo":

@@ -7,11 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core import num_microbatches_calculator
-from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
 from megatron.training import get_args, get_tokenizer
 
 from megatron_resilience.errors import ConfigurationError, StateError
-from megatron_resilience.hotswap.batches import Steps, check_batches
+from megatron_resilience.hotswap.batches import Steps, batch_at, check_batches
 from megatron_resilience.hotswap.fragments import Storage
 from megatron_resilience.hotswap.shelf import Table
 from megatron_resilience.megatron_adapter.buckets import chained
@@ -88,14 +92,19 @@ class LayoutState:
     def check_batches(self, layout: Layout, at: int) -> None:
         """Whether a layout divides every batch from generation ``at`` on (0: from now on), where they are not all alike.
 
+        Before a newcomer knows where the job stands it takes the word of those that do.
+
         Raises:
             ConfigurationError: names the first that it does not.
         """
-        if self._batches:
-            args = self._args
-            unit = args.micro_batch_size * layout.dp
-            # Not args.iteration, which stands still while train() runs.
+        # Not args.iteration, which stands still while train() runs.
+        if self._batches and self.state.position is not None:
+            unit = self._args.micro_batch_size * layout.dp
             check_batches(self._batches, unit, *self.state.position, at)
+
+    def batch(self) -> int:
+        """Samples of the present global batch; 0 where it is always the same."""
+        return batch_at(self._batches, self.state.position[1]) if self._batches and self.state.position else 0
 
     def clear(self) -> None:
         """Zeroes what another world's state will overwrite: masters and moments.
@@ -179,12 +188,19 @@ class LayoutState:
             with_host_streams: Python's and NumPy's generators go on too.
 
         Raises:
-            StateError: the old optimizer had no parameter group like one of this rank's.
+            StateError: the old optimizer had no parameter group like one of this rank's, or this layout does not divide the
+                batch, which Megatron's count of microbatches would pass over.
         """
         mine = self.state.record()
         new = copy.deepcopy(record)
         new["loop"] = loop
         update_num_microbatches(record["args"]["consumed_train_samples"], consistency_check=False)
+        unit, batch = self._args.micro_batch_size * self.layout.dp, get_current_global_batch_size()
+        if batch % unit:
+            raise StateError(
+                f"{self.layout} cannot train the present batch of {batch} samples, which --micro-batch-size times DP ({unit}) "
+                "does not divide"
+            )
         new["microbatches"] = get_num_microbatches()
         groups = [group for part in record["groups"] for group in part]
         new["groups"] = [[_like(group, groups) for group in part] for part in mine["groups"]]

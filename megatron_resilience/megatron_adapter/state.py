@@ -57,7 +57,8 @@ class MegatronState:
         args: Megatron's.
 
     Attributes:
-        position: completed iterations and the samples consumed by them, as they were on entry to the newest step.
+        position: completed iterations and the samples consumed by them, as they were on entry to the newest step; None in a
+            newcomer that has not yet been told.
 
     Raises:
         UnsupportedError: an optimizer whose state nobody has described here.
@@ -79,7 +80,7 @@ class MegatronState:
         self.replicated = self._replicated()
         self.inventory = Inventory(tuple(e.spec for e in self._entries))
         self.iteration: int = args.iteration
-        self.position = (args.iteration, args.consumed_train_samples)
+        self.position: tuple[int, int] | None = (args.iteration, args.consumed_train_samples)
         self.floating_point_operations: float = args.num_floating_point_operations_so_far
         self.loop: dict[str, Any] = {}
         self.out: list[int] = []

@@ -37,6 +37,10 @@ class Tenancy:
     def vacate(self) -> None:
         """Gives the memory up, and with it what is in it. Again: nothing."""
         if not self._left:
+            for part in chained(self._optimizer):
+                # Of masters: what the last step made of the gradients; the next one makes its own.
+                for tensor in itertools.chain(*(group["params"] for group in part.optimizer.param_groups)):
+                    tensor.grad = None
             self._left = [(storage, storage.nbytes()) for storage in self._storages() if storage.resizable()]
             for storage, _ in self._left:
                 storage.resize_(0)
@@ -82,6 +86,8 @@ def training_tensors(model: list[Any], optimizer: Any) -> dict[str, list[torch.T
     for part in chained(optimizer):
         for group in part.optimizer.param_groups:
             found["optimizer"] += group["params"]
+            # Of masters, where gradients are not summed in their type.
+            found["gradients"] += [param.grad for param in group["params"] if param.grad is not None]
         for state in part.optimizer.state.values():
             found["optimizer"] += [t for t in state.values() if isinstance(t, torch.Tensor)]
     return found

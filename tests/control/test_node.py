@@ -141,6 +141,35 @@ def test_no_more_worlds_are_kept_than_ranks_say(node):
     assert not made.aside and all(p.killed for ranks in seen for p in ranks.values())
 
 
+def test_a_node_that_leaves_keeps_nothing(node):
+    made, _ = node
+    first = dict(made.ranks)
+    park(made, "TP2·PP1·DP2", 2)
+    made.prepare_next(NEXT)
+    made.take_next(NEXT)
+    made.leave()
+    assert not made.aside and all(p.killed for p in first.values())
+    second = dict(made.ranks)
+    park(made, NEXT.layout, 2, epoch=2)
+    made.prepare_next(world(3, "TP2·PP1·DP2"))
+    made.take_next(world(3, "TP2·PP1·DP2"))
+    assert not made.aside and all(p.killed for p in second.values())
+
+
+def test_a_kept_world_whose_processes_have_all_died_is_none(node):
+    made, _ = node
+    for number, process in enumerate(made.ranks.values(), 1):
+        made.zygote_said({"kind": "started", "ticket": number, "pid": -number}, [])
+        assert process.pid == -number
+    park(made, "left", 2)
+    made.prepare_next(NEXT)
+    made.take_next(NEXT)
+    assert list(made.aside) == ["left"]
+    for pid in (-1, -2):
+        assert made.zygote_said({"kind": "exited", "pid": pid, "status": -9}, []) is None
+    assert not made.aside
+
+
 def test_who_may_not_be_kept_ends(node):
     """A rank that writes for people says 0, and starts anew beside those that were kept; so does one that parked another time."""
     made, theirs = node

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -63,6 +64,16 @@ def test_what_the_main_thread_does_is_seen_from_another():
     while thread.is_alive():
         pass
     assert seen == [False]
+
+
+def test_a_rank_can_be_looked_at_where_descriptors_have_run_out():
+    assert main_thread_waits() is False
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        assert main_thread_waits() is False
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_looking_keeps_nothing_of_what_it_sees_alive():

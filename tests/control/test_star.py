@@ -153,7 +153,7 @@ async def succession(log, last_word):
     Yields the four and an event that lets the third come.
     """
     async with star_of(4, log, spares=2) as agents:
-        first, second, third, fourth = (agent.star for agent in agents)
+        first, second, third, _ = (agent.star for agent in agents)
         await until(lambda: all(len(a.star._state["addresses"]) == 4 for a in agents))
         come, succeed = asyncio.Event(), third._succeed
 
