@@ -14,7 +14,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from megatron_resilience.control.link import AgentLink
 from megatron_resilience.deadpool.allowance import StallAllowance
 from megatron_resilience.deadpool.config import DeadpoolConfig
 from megatron_resilience.deadpool.host_memory import HostMemory
+from megatron_resilience.deadpool.meeting import MEETING_TIMEOUT_S, Meeting, is_communication_error
 from megatron_resilience.deadpool.protection import (
     Protection,
     TrainingState,
@@ -37,25 +38,14 @@ from megatron_resilience.deadpool.protection import (
 from megatron_resilience.deadpool.recovery import RestorePlan
 from megatron_resilience.errors import Interrupted, SetAside, StateError
 from megatron_resilience.hotswap.arrival import Arrival, Reshapable
-from megatron_resilience.hotswap.courier import TRANSFER_GROUP
-from megatron_resilience.hotswap.endpoints import couriers, peers
 from megatron_resilience.state.inventory import ITEM_SIZES
 from megatron_resilience.state.ledger import Ledger
 from megatron_resilience.state.segment import Slot
 from megatron_resilience.topology.epoch import Epoch
-from megatron_resilience.topology.groups import GroupSwitch, live_handles
-from megatron_resilience.transport.base import Fabric, GroupKey
-from megatron_resilience.transport.gloo import GlooFabric
-from megatron_resilience.transport.store import StoreClient
+from megatron_resilience.transport.base import Fabric
 
-MEETING_TIMEOUT_S = 60.0
-"""For ranks that are already on their way to meet each other; deaths among them end it much earlier."""
-PREPARING_TIMEOUT_S = 1800.0
-"""For ranks of a next world, which start up in the background, some of them on nodes that have yet to import everything."""
 KEPT_EXCHANGES = 50
 """A process that has met others so often is not kept for another return of its layout: what torch leaves behind adds up."""
-REPLICA_TIMEOUT_S = 24 * 3600.0
-"""A partner may legitimately be busy for long (evaluation, a checkpoint): only an abort ends the wait."""
 
 
 class RestorableState(TrainingState, Protocol):
@@ -139,31 +129,24 @@ class Session:
         self._place = place
         self._config = config
         self._state = state
-        self._device_fabric = device_fabric
         self._device = device
         self._timeout_s = timeout_s
+        self._meeting = Meeting(state.rank, place.address, device_fabric, timeout_s, link.latest)
         self._relayout = relayout
         self._set_aside = False
         self._moved: int | None = None
         self._world = 0
         self._saves = saves
         self._exclusive = relayout is not None and relayout.exclusive
-        self._switch = GroupSwitch()
         self._lock = threading.Lock()
-        self._to_abort: list[Any] = []
-        self._fabrics: list[Fabric] = []
-        self._store: StoreClient | None = None
         self._epoch = 0
         self._fresh = False
         self._first_generation = 0
         self._allowance = StallAllowance(config.max_stall_s)
         self._restored_slot = 0
-        self._replica: Any = None
-        self._transfer: Any = None
         self._memory = HostMemory(link, state, device, config.replicas, relayout.live if relayout else None)
         self._ledger = Ledger()
         self._protection: Protection | None = None
-        self._control: Any = None
         self._times: dict[str, Any] = {}
         link.on_superseded = self._abort
         link.protected = self._protected
@@ -259,7 +242,7 @@ class Session:
                 slot=slot,
                 stopped=stopped,
                 layout=str(self._relayout.live.layout),
-                keeps=self._relayout.keep_worlds() if self._switch.exchanges < KEPT_EXCHANGES else 0,
+                keeps=self._relayout.keep_worlds() if self._meeting.exchanges < KEPT_EXCHANGES else 0,
             )
             self._link.wait_resumed(generation)
         if self._exclusive:
@@ -295,7 +278,7 @@ class Session:
         Raises:
             Interrupted, RuntimeError: somebody died before; the loop is entered again.
         """
-        self._barrier()
+        self._meeting.barrier()
         self._link.send("finished", epoch=self._epoch)
         self._end_protection()
 
@@ -303,7 +286,7 @@ class Session:
         """Gives up everything that belongs to the world that went on without this process, but for what takes long to make."""
         assert self._relayout is not None
         self._end_protection()
-        self._release()
+        self._meeting.release()
         self._memory.release()
         self._vacate(self._relayout.live)
         self._world = 0
@@ -329,10 +312,9 @@ class Session:
             with self._aside():
                 self._link.wait_epoch(epoch.number)
             raise Interrupted
-        self._meet(epoch)
+        self._meeting.meet(epoch)
         self._mark("met")
-        assert self._store is not None
-        self._memory.provide(epoch, self._store.store)
+        self._memory.provide(epoch, self._meeting.store)
         if epoch.before is not None:
             generation = self._arrive(epoch)
         elif epoch.fresh:
@@ -365,67 +347,36 @@ class Session:
 
     def _arrive(self, epoch: Epoch) -> int:
         """In the first epoch of a world that grew out of another: waits for that one's state, and takes it."""
-        assert self._store is not None
         if self._relayout is None:
             raise StateError("the layout changes, but this rank runs without --hotswap-parallelism")
-        arrival = Arrival(self._link, epoch, self._place.node, self._relayout.live, self._store.store)
+        arrival = Arrival(self._link, epoch, self._place.node, self._relayout.live, self._meeting.store)
         # A rehearsal, while the old world trains: connections are made and memory is touched that the switch would wait for.
         self._state.rebuild()
         self._state.disagreements()
         self._link.send("prepared", epoch=epoch.number)
         plan = self._link.wait_plan(epoch.number)
         self._mark("planned")
-        arrival.move(plan, self._transfer)
+        arrival.move(plan, self._meeting.transfer)
         self._mark("moved")
         tally = arrival.tally
         self._times["bytes"] = {"kept": tally.kept, "received": tally.received, "peak": tally.peak}
         return plan.generation
 
-    def _meet(self, epoch: Epoch) -> None:
-        """Store and groups of the epoch, and an exchange of the transports beneath the handles."""
-        rank = self._state.rank
-        self._release()
-        patience = MEETING_TIMEOUT_S if epoch.before is None else PREPARING_TIMEOUT_S
-        store = StoreClient(*epoch.store, epoch.token, patience, lambda: self._check(epoch.number))
-        self._register(epoch, store)
-        self._store = store
-        gloo = GlooFabric(store.store, rank, self._place.address, self._timeout_s)
-        self._register(epoch, gloo)
-        fabrics: dict[str, Fabric] = {"cpu": gloo}
-        if self._device_fabric is not None:
-            fabrics["cuda"] = self._device_fabric(store.store, rank)
-            self._register(epoch, fabrics["cuda"])
-        self._fabrics = list(fabrics.values())
-        everyone = tuple(range(epoch.world_size))
-        self._control = gloo.build(GroupKey("resilience-control", everyone))
-        self._replica = gloo.build(GroupKey("resilience-replica", everyone), REPLICA_TIMEOUT_S)
-        self._transfer = self._replica
-        if epoch.before is not None and couriers(epoch):
-            self._transfer = gloo.build(GroupKey(TRANSFER_GROUP, tuple(peers(epoch))))
-        built = self._switch.build(live_handles(), fabrics)
-        for fabric in self._fabrics:
-            fabric.built()
-        # Installed only when all ranks have all their groups: a member that starts early could
-        # otherwise take down a peer that is still connecting.
-        store.barrier("met", epoch.world_size, patience)
-        self._check(epoch.number)
-        self._switch.install(built)
-
     def _restore(self, epoch: Epoch, plan: RestorePlan) -> None:
         """Own copy where there is one, else the partner's over the network, into the slot of the same index."""
-        assert self._memory.segment is not None and self._store is not None
+        assert self._memory.segment is not None
         mine = plan.sources[self._state.rank]
         works = []
         # After a change of partners the only copy may lie with one that is to keep it no longer.
         strangers = {r for r, s in enumerate(plan.sources) if s.holder == self._state.rank != r}
-        self._memory.map(strangers, self._store.store)
+        self._memory.map(strangers, self._meeting.store)
         for rank, source in enumerate(plan.sources):
             if source.holder == self._state.rank and rank != self._state.rank:
                 slot = self._memory.kept[rank].slots[source.slot]
                 self._trust(slot, rank)
-                works += send_slot(self._replica, slot, source.slot, rank)
+                works += send_slot(self._meeting.replica, slot, source.slot, rank)
         if mine.holder != self._state.rank:
-            receive_slot(self._replica, self._memory.segment.slots, mine.holder, epoch.number)
+            receive_slot(self._meeting.replica, self._memory.segment.slots, mine.holder, epoch.number)
         for work in works:
             work.wait()
         slot = self._memory.segment.slots[mine.slot]
@@ -451,7 +402,7 @@ class Session:
             raise RuntimeError(f"connection given up: a copy of rank {rank} is damaged") from error
 
     def _commit(self, epoch: Epoch, generation: int) -> None:
-        self._state.out[:] = self._barrier(generation, self._state.out)
+        self._state.out[:] = self._meeting.barrier(generation, self._state.out)
         self._epoch = epoch.number
         self._first_generation = generation
         self._fresh = epoch.fresh
@@ -465,7 +416,7 @@ class Session:
             self._memory.partners,
             self._memory.kept,
             frozenset(next(g for g in self._state.dp_groups() if self._state.rank in g)),
-            self._replica,
+            self._meeting.replica,
             self._allowance,
             self._report,
             self._copy_aside,
@@ -530,38 +481,17 @@ class Session:
             done = self._device.record_copy_event()
         done.synchronize()
 
-    def _barrier(self, generation: int = 0, numbers: Sequence[int] = ()) -> list[int]:
-        """All ranks, at the same generation; returns the largest that any of them passed, of each of the numbers.
-
-        Raises:
-            StateError: they are not.
-            RuntimeError: somebody is gone.
-        """
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        ends = torch.tensor([generation, -generation, *(-n for n in numbers)], dtype=torch.int64)
-        self._control.allreduce([ends], options).wait()
-        if int(ends[0]) != generation or int(ends[1]) != -generation:
-            raise StateError(f"ranks stand at generations {int(ends[0])} to {-int(ends[1])}")
-        return [-n for n in ends[2:].tolist()]
-
     # -- interruption ------------------------------------------------------------------------------
 
     def _abort(self) -> None:
         """On the link's thread: whatever this process is doing belongs to the past."""
+        self._meeting.abort()
         with self._lock:
-            for thing in self._to_abort:
-                thing.abort()
             if self._protection is not None:
                 self._protection.interrupt()
 
-    def _register(self, epoch: Epoch, thing: Any) -> None:
-        with self._lock:
-            self._to_abort.append(thing)
-        self._check(epoch.number)
-
-    def _check(self, number: int | None = None) -> None:
-        if self._link.latest() > (self._epoch if number is None else number):
+    def _check(self) -> None:
+        if self._link.latest() > self._epoch:
             raise Interrupted
 
     def _superseded(self, number: int, error: BaseException) -> bool:
@@ -581,38 +511,8 @@ class Session:
             self._link.send("stuck", rank=self._state.rank)
             os._exit(exits.STUCK)
 
-    def _release(self) -> None:
-        """Buries the world of the last epoch, or of an attempt that failed."""
-        with self._lock:
-            things, self._to_abort = self._to_abort, []
-        for thing in things:
-            if isinstance(thing, Fabric):
-                thing.bury()
-            else:
-                thing.close()
-        self._fabrics = []
-
     def _mark(self, phase: str) -> None:
         self._times[phase] = time.time()
-
-
-_COMMUNICATION = (
-    "gloo",
-    "nccl",
-    "connection",
-    "socket",
-    "broken pipe",
-    "timed out",
-    "tcpstore",
-    "the epoch was aborted",
-)
-
-
-def is_communication_error(error: BaseException) -> bool:
-    """Whether an exception came from torch.distributed or a transport beneath it."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(w in str(error).lower() for w in _COMMUNICATION)
 
 
 assert all(hasattr(torch, name) for name in ITEM_SIZES), "state.inventory names a dtype that torch lacks"
