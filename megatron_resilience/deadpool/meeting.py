@@ -66,9 +66,9 @@ class Meeting:
         return self._store.store
 
     @property
-    def exchanges(self) -> int:
-        """How often the transports beneath the process groups have been exchanged in this process."""
-        return self._switch.exchanges
+    def remains(self) -> int:
+        """How many exchanges of the transports beneath the process groups have left something behind in this process."""
+        return self._switch.remains
 
     def meet(self, epoch: Epoch) -> None:
         """Makes everything anew, and installs it beneath the handles that Megatron holds.

@@ -44,8 +44,8 @@ from megatron_resilience.state.segment import Slot
 from megatron_resilience.topology.epoch import Epoch
 from megatron_resilience.transport.base import Fabric
 
-KEPT_EXCHANGES = 50
-"""A process that has met others so often is not kept for another return of its layout: what torch leaves behind adds up."""
+KEPT_REMAINS = 50
+"""A process in which so many worlds have left something is not kept for another return of its layout."""
 
 
 class RestorableState(TrainingState, Protocol):
@@ -242,7 +242,7 @@ class Session:
                 slot=slot,
                 stopped=stopped,
                 layout=str(self._relayout.live.layout),
-                keeps=self._relayout.keep_worlds() if self._meeting.exchanges < KEPT_EXCHANGES else 0,
+                keeps=self._relayout.keep_worlds() if self._meeting.remains < KEPT_REMAINS else 0,
             )
             self._link.wait_resumed(generation)
         if self._exclusive:

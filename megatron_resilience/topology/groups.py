@@ -1,11 +1,14 @@
 """Stable process-group handles: Megatron keeps its ProcessGroup objects, we exchange what is beneath them.
 
-Over a hundred places in Megatron cache a group. None of them notices: ``_register_backend`` with a backend type that
-the group has not seen before makes every later operation use the new backend (torch 2.9 to 2.14).
+Over a hundred places in Megatron cache a group. None of them notices: the group is emptied and gets a new backend
+(:mod:`handles`), or ``_register_backend`` with a backend type that the group has not seen before makes every later operation
+use the new one (torch 2.9 to 2.14).
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_resilience.errors import ResilienceError
-from megatron_resilience.topology import alone
+from megatron_resilience.topology import alone, handles
 from megatron_resilience.transport.base import Fabric, GroupKey
+from megatron_resilience.transport.gloo import ESCALATE_S
 
 _FIRST_FREE_TYPE = 16
 _LAST_TYPE = 255
@@ -59,13 +63,14 @@ class GroupSwitch:
 
     def __init__(self) -> None:
         self._next_type = _FIRST_FREE_TYPE
+        self._installed: list[tuple[Handle, str, Any]] = []
 
     @property
-    def exchanges(self) -> int:
-        """How many there have been; each leaves idle threads and descriptors behind, and torch ends them at about 240."""
+    def remains(self) -> int:
+        """How many exchanges have left idle threads and descriptors behind; torch ends them at about 240."""
         return self._next_type - _FIRST_FREE_TYPE
 
-    def build(self, handles: list[Handle], fabrics: dict[str, Fabric]) -> list[tuple[Handle, str, Any]]:
+    def build(self, live: list[Handle], fabrics: dict[str, Fabric]) -> list[tuple[Handle, str, Any]]:
         """New backends for all handles; nothing is installed yet.
 
         Args:
@@ -74,24 +79,53 @@ class GroupSwitch:
         Returns:
             ``(handle, device, backend)`` for :meth:`install`.
         """
-        return [(h, device, fabrics[device].build(h.key)) for h in handles for device in _devices(h, fabrics)]
+        return [(h, device, fabrics[device].build(h.key)) for h in live for device in _devices(h, fabrics)]
 
     def install(self, built: list[tuple[Handle, str, Any]]) -> None:
         """Makes every later operation of the handles use the new backends.
 
+        The old ones are taken out and end on a thread of their own. Where torch does not allow that (:mod:`handles`), and
+        beneath groups with NCCL, for which it has not been tried, they stay beneath the new ones.
+
         Raises:
-            ResilienceError: after about 240 epochs in one process torch has no backend types left.
+            ResilienceError: in that case, after about 240 epochs in one process: torch has no backend types left.
         """
-        if self._next_type > _LAST_TYPE:
-            raise ResilienceError(
-                "this process has rebuilt its groups 240 times and torch allows no more: "
-                "save a checkpoint and start the job again"
-            )
-        kind = dist.ProcessGroup.BackendType(self._next_type)
-        self._next_type += 1
+        old, self._installed = self._installed, built
+        by_group: dict[Handle, list[tuple[str, Any]]] = {}
         for handle, device, backend in built:
-            handle.group._register_backend(torch.device(device), kind, backend)
+            by_group.setdefault(handle, []).append((device, backend))
+        # One type more for the epoch's groups that could not be emptied.
+        spare = self._next_type
+        for handle, backends in by_group.items():
+            if all(isinstance(backend, dist.ProcessGroupGloo) for _, backend in backends) and handles.release(
+                handle.group
+            ):
+                _fill(handle.group, [device for device, _ in backends], backends[0][1])
+                continue
+            if spare > _LAST_TYPE:
+                raise ResilienceError(
+                    "this process has rebuilt its groups 240 times and torch allows no more: "
+                    "save a checkpoint and start the job again"
+                )
+            self._next_type = spare + 1
+            for device, backend in backends:
+                handle.group._register_backend(torch.device(device), dist.ProcessGroup.BackendType(spare), backend)
         alone.name_real_backends()
+        threading.Thread(target=_end, args=[old], name="end-backends", daemon=True).start()
+
+
+def _fill(group: Any, devices: list[str], gloo: Any) -> None:
+    """Registers a backend with an empty group, for all its devices: on the CPU accelerator gloo serves every one."""
+    kind = dist.ProcessGroup.BackendType.GLOO
+    for device in devices:
+        group._register_backend(torch.device(device), kind, gloo)
+    group._set_default_backend(kind)
+
+
+def _end(backends: list[Any]) -> None:
+    """Ending a backend joins its threads: not before their last operations have failed, which would hold everybody up."""
+    time.sleep(2 * ESCALATE_S)
+    backends.clear()
 
 
 def _devices(handle: Handle, fabrics: dict[str, Fabric]) -> list[str]:
