@@ -89,8 +89,8 @@ def test_other_layouts(template: Template, tmp_path: Path, oracle: Oracle, name:
 
 
 def test_a_second_node_dies_later(template: Template, tmp_path: Path, oracle: Oracle) -> None:
-    """The second victim is the promoted spare."""
-    configuration = longer("tp2_dp2_fp32", 24)
+    """The second victim is the promoted spare; loaders have processes of their own, as by default."""
+    configuration = longer("tp2_dp2_fp32", 24, "--num-workers", "2")
     with job(template, tmp_path, configuration, spares=2) as running:
         running.wait_for_step(5)
         kill_node(running.agents()[1])
@@ -103,7 +103,7 @@ def test_a_second_node_dies_later(template: Template, tmp_path: Path, oracle: Or
 
 
 def test_a_killed_rank_is_started_again_in_place(template: Template, tmp_path: Path, oracle: Oracle) -> None:
-    configuration = longer("tp2_dp2_fp32", 12)
+    configuration = longer("tp2_dp2_fp32", 12, "--num-workers", "2")
     with job(template, tmp_path, configuration, spares=0) as running:
         running.wait_for_step(4)
         running.ranks(1)[1].kill()

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_resilience.observe.trace import differences
+from tests.e2e.test_commands import People
 from tests.e2e.test_hot_swap import longer
 from tests.support.deaths import Death, environment, missing
 from tests.support.job import TRAIN_AND_DIE, Job, job
-from tests.support.oracles import HOTSWAP, RESHARDABLE, stock
+from tests.support.oracles import ENDLESS, HOTSWAP, RESHARDABLE, stock
 from tests.support.template import Template
 
 pytestmark = pytest.mark.e2e
@@ -34,8 +35,8 @@ def recalled(running: Job) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "here", "there", "more"),
     [
-        # Streams of a layout begin anew at every return.
-        ("tp2_dp2_dropout", "TP2 DP2", "PP2 DP2", ()),
+        # Streams of a layout begin anew at every return; loaders have processes of their own, as by default.
+        ("tp2_dp2_dropout", "TP2 DP2", "PP2 DP2", ("--num-workers", "2")),
         pytest.param("moe_ep2_dp4", "EP2 DP4", "TP2 DP2 EP2", ("--sequence-parallel",), marks=full),
         pytest.param("fp16", "TP2 DP2", "DP4", (), marks=full),
     ],
@@ -85,3 +86,23 @@ def test_a_rank_with_a_writer_starts_anew_among_those_that_were_kept(template: T
     with job(template, tmp_path / "kept", base, (*options, "--hotswap-keep-worlds", "1"), spares=0) as running:
         running.finish(timeout=300)
     assert sorted(recalled(running)) == 3 * [[0, 1]] + 3 * [[2]]
+
+
+@full
+def test_a_world_that_is_kept_has_no_loaders(template: Template, tmp_path: Path) -> None:
+    """Their processes were forked from its ranks, with all memory that those shared with others."""
+    people = People(tmp_path / "job")
+    base = longer("tp2_dp2_fp32", ENDLESS, "--num-workers", "2")
+    kept = (*HOTSWAP, "--hotswap-keep-worlds", "1")
+    with job(template, tmp_path, base, kept, spares=0, launch=("--job-dir", str(people.folder))) as running:
+        running.wait_for_step(3)
+        first = [rank for node in (0, 1) for rank in running.ranks(node)]
+        assert any(rank.children() for rank in first)
+        assert people.run("reshard", "--pp", "2", "--dp", "2").status == 0
+        running.wait_for(lambda: people.of_kind("switch_done"))
+        running.wait_for(lambda: not any(rank.children() for rank in first))
+        assert all(rank.is_running() for rank in first)
+        assert people.run("reshard", "--tp", "2", "--dp", "2").status == 0
+        running.wait_for(lambda: len(people.of_kind("switch_done")) == 2)
+        assert sorted(event["ranks"] for event in people.of_kind("recalled")) == [[0, 1], [2, 3]]
+        running.wait_for(lambda: any(rank.children() for rank in first))
