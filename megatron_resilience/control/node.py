@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from megatron_resilience.transport.environment import ENVIRONMENT
 NEWCOMER, NODE, ADDRESS = (f"MEGATRON_RESILIENCE_{name}" for name in ("NEWCOMER", "NODE", "ADDRESS"))
 """Environment variables that tell a rank what it is."""
 _MEMORY_RESERVE = 0.05
+_LAST = 19
+"""The lowest priority (nice)."""
 _COURIER = str(Path(__file__).parents[1] / "hotswap" / "courier.py")
 
 
@@ -68,6 +71,14 @@ class RankProcess:
                 os.kill(self.pid, signal.SIGKILL)
             except ProcessLookupError:
                 return
+
+    def step_back(self) -> None:
+        """Lets everybody else have the processor first: taking down a large process is work, done in its name."""
+        if self.pid is not None:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self.pid, _LAST)
+                # Where the kernel shares the processor out by session, a priority counts within the session only.
+                Path(f"/proc/{self.pid}/autogroup").write_text(str(_LAST))
 
     def recall(self, epoch: Epoch) -> None:
         """Makes a process that was kept one of a new world."""
@@ -208,15 +219,17 @@ class Node:
     def take_next(self, epoch: Epoch) -> None:
         """Makes the next world this node's; the old one's ranks end or are kept, and their memory is given back."""
         before = self.next_epoch.before if self.next_epoch is not None else None
-        self._set_aside(self.ranks, before.number if before is not None else 0)
-        for rank in [r for r in self.next if r not in epoch.ranks_of(self.node)]:
-            self.next.pop(rank).kill()
-        self.end_skeletons()
-        self._free_memory(self.world)
+        old, world = self.ranks, self.world
+        couriers = [self.next.pop(r) for r in list(self.next) if r not in epoch.ranks_of(self.node)]
         self.ranks, self.next, self.next_epoch, self.world = self.next, {}, None, epoch.world
         for process in self.ranks.values():
             process.ready_epoch = epoch.number
             self.tell(process, {"kind": "go", "epoch": epoch.number})
+        for process in couriers:
+            process.kill()
+        self._set_aside(old, before.number if before is not None else 0)
+        self.end_skeletons()
+        self._free_memory(world)
 
     def _set_aside(self, ranks: dict[int, RankProcess], epoch: int) -> None:
         """Keeps the ranks of a world that ends for the return of its layout, as many worlds as they say, or ends them.
@@ -229,7 +242,10 @@ class Node:
             for rank, process in ranks.items()
             if process.keeps and process.parked_in == epoch and not self._leaves
         }
-        _end({rank: process for rank, process in ranks.items() if rank not in staying})
+        leaving = {rank: process for rank, process in ranks.items() if rank not in staying}
+        for process in leaving.values():
+            process.step_back()
+        _end(leaving)
         for process in staying.values():
             self.tell(process, {"kind": "set_aside"})
         if staying:

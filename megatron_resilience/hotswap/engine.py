@@ -27,8 +27,9 @@ from megatron_resilience.vps.space import StateSpace
 
 IN_FLIGHT = 4
 """Exchanges that are under way at once; each takes two parts of the staging buffer."""
-CHUNK = 8 << 20
-"""Bytes of a part of the staging buffer, at most."""
+_LEAST_CHUNK, _LARGEST_CHUNK = 256 << 10, 8 << 20
+_CHUNKS = 200
+"""Parts of the staging buffer that a rank's state fills, between these bounds: all parts together are a few hundredths of it."""
 _HASH = 16
 _ALIGNMENT = 64
 _FIRST_TAG = 100
@@ -57,16 +58,16 @@ class Transfer:
         endpoint: this one.
         peers: endpoints in the order of their places in the backend.
         target: live storage of the rank that this endpoint becomes; None for a courier.
-        chunk: bytes of a part of the staging buffer, the same everywhere.
+        chunk: bytes of a part of the staging buffer, the same everywhere; default: :func:`chunk_of` the problem.
     """
 
     def __init__(
-        self, problem: Problem, endpoint: int, peers: list[int], target: Storage | None, chunk: int = CHUNK
+        self, problem: Problem, endpoint: int, peers: list[int], target: Storage | None, chunk: int | None = None
     ) -> None:
         self.problem = problem
         self.plan: RankPlan = plan_endpoint(problem, endpoint)
         self._place = {peer: place for place, peer in enumerate(peers)}
-        self._exchanges = list(program(self.plan, xor_rounds(len(peers)), chunk))
+        self._exchanges = list(program(self.plan, xor_rounds(len(peers)), chunk or chunk_of(problem)))
         self._arrived: list[_Arrived] = []
         self._target = target
         self._kept = self._views(problem.target, self.plan.keeps, np.full(len(self.plan.keeps), self._rank), False)
@@ -208,6 +209,12 @@ class Transfer:
         boxes = moves.boxes
         bounds = ", ".join(f"{getattr(boxes, d + '0')[row]}:{getattr(boxes, d + '1')[row]}" for d in "oci")
         return f"{self.problem.source.catalogue.tensors[int(boxes.tensor[row])].name}[{bounds}]"
+
+
+def chunk_of(problem: Problem) -> int:
+    """Bytes of a part of the staging buffer."""
+    share = problem.source.catalogue.state_bytes // min(problem.source.layout.world, problem.target.layout.world)
+    return min(max(share // _CHUNKS // _ALIGNMENT * _ALIGNMENT, _LEAST_CHUNK), _LARGEST_CHUNK)
 
 
 def _parts(exchanges: list[Exchange]) -> list[torch.Tensor]:

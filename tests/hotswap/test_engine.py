@@ -2,6 +2,7 @@
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_resilience.errors import StateError
-from megatron_resilience.hotswap.engine import Transfer
+from megatron_resilience.hotswap.engine import IN_FLIGHT, Transfer, chunk_of
 from megatron_resilience.routing.cost import Cluster
 from megatron_resilience.routing.problem import Problem
 from megatron_resilience.vps.tensors import DTYPE_BYTES, Kind
@@ -107,6 +108,14 @@ def test_every_element_arrives_whatever_the_chunks(problem, chunk):
     sent = sum(t.tally.sent for t in transfers.values())
     assert sent == sum(t.tally.received for t in transfers.values())
     assert sent == sum(t.plan.sends.total_bytes for t in transfers.values()), "what the plan says, and no more"
+
+
+@given(st.integers(1, 1 << 45), st.integers(1, 4096), st.integers(1, 4096))
+def test_the_staging_buffer_is_small_beside_the_state(state, before, after):
+    source, target = (SimpleNamespace(layout=SimpleNamespace(world=world)) for world in (before, after))
+    source.catalogue = SimpleNamespace(state_bytes=state)
+    buffer = 2 * IN_FLIGHT * chunk_of(SimpleNamespace(source=source, target=target))
+    assert buffer <= max(2 << 20, 0.05 * state / min(before, after)) and buffer <= 64 << 20
 
 
 def test_what_lies_wrong_after_the_move_is_found():
